@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an objective is: a function from two predictions to named sums, each with the name of its denominator.
+
+An objective never divides. A mean taken here would be a mean over one micro-batch, and means of means depend on how
+the step was split; so a term carries its sum and the *name* of its count, and the trainer divides once, by that count
+over the whole optimizer step and all ranks. The counts are known from masks and geometry before anything is scored.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from cohobate.align.rollout import AlignedBatch
+from cohobate.errors import ConfigError, VocabularyMismatch
+from cohobate.functional.scores import (
+    DenseScores,
+    HiddenScores,
+    SampledScores,
+    TeacherScores,
+    TopKScores,
+)
+
+PAIRS = "pairs"  # the count of aligned pairs, the denominator of nearly every term
+
+StudentScores = HiddenScores | DenseScores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """One differentiable sum of the loss, in nats, and the name of the count it is divided by."""
+
+    sum: Tensor  # scalar; includes `batch.weights` and the term's own coefficient
+    count: str  # a key of `Objective.counts(batch)`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """A logged mean, kept as its two halves; both are added over the step and all ranks before the division."""
+
+    sum: Tensor  # detached scalar
+    count: Tensor | float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveOutput:
+    """What one call gives. The names in `terms` and `metrics` depend on the objective alone, never on the batch."""
+
+    terms: dict[str, Term]
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    pair_loss: Tensor | None = None  # [N] detached, weights included; NaN where a row must be named
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """The one verb is the call. A class of your own needs no import from here."""
+
+    @property
+    def accepts(self) -> tuple[type, ...]:
+        """The kinds of teacher scores it can use; empty when it needs no teacher."""
+        ...
+
+    def counts(self, batch: AlignedBatch) -> dict[str, float]:
+        """Every denominator of this batch, from masks and geometry alone, before any scoring."""
+        ...
+
+    def __call__(
+        self, student: StudentScores, teacher: TeacherScores | None, batch: AlignedBatch, /
+    ) -> ObjectiveOutput: ...
+
+
+@runtime_checkable
+class StepObjective(Objective, Protocol):
+    """An objective that must see the whole optimizer step before it can score one of its micro-batches.
+
+    `for_step` makes of it the objective of one step; called as it is, it refuses. On held-out rows there is no step:
+    there `held_out` is used.
+    """
+
+    @property
+    def held_out(self) -> Objective:
+        """The objective of evaluation, over every pair."""
+        ...
+
+    def measure(self, student: StudentScores, teacher: TeacherScores | None, batch: AlignedBatch, /) -> Tensor:
+        """`[N, M]` float32 detached numbers of each pair."""
+        ...
+
+    def prepared(self, step_measures: Tensor, /) -> Objective:
+        """The objective of the step whose pairs measured `step_measures [N_step, M]`."""
+        ...
+
+
+_FITTING: dict[type, str] = {
+    HiddenScores: "DivergenceObjective or PolicyGradientObjective",
+    DenseScores: "DivergenceObjective or PolicyGradientObjective",
+    TopKScores: "DivergenceObjective with top_k=None",
+    SampledScores: "PolicyGradientObjective",
+}
+
+
+def check_accepts(objective: Objective, teacher: Any | None) -> None:
+    """Refuse at build an objective that cannot use what the teacher says; `teacher=None` is a run without one.
+
+    Raises `ConfigError` naming both and the objective that fits.
+    """
+    name = type(objective).__name__
+    accepts: Sequence[type] = objective.accepts
+    wanted = " or ".join(kind.__name__ for kind in accepts)
+    if teacher is None:
+        if accepts:
+            raise ConfigError(
+                f"{name} compares the student with a teacher ({wanted}), but no teacher was given. Give one, or use "
+                "CrossEntropyObjective, which trains on the recorded tokens alone."
+            )
+        return
+    provides = getattr(teacher, "provides", None)
+    if not isinstance(provides, type):
+        raise ConfigError(
+            f"the teacher {type(teacher).__name__} does not say which kind of scores it gives: its attribute "
+            f"`provides` must be a type such as HiddenScores, got {provides!r}."
+        )
+    if not accepts:
+        raise ConfigError(
+            f"{name} uses no teacher, so {type(teacher).__name__} would be run and thrown away. Leave the teacher out,"
+            f" or use {_FITTING.get(provides, 'an objective that accepts ' + provides.__name__)}."
+        )
+    if not issubclass(provides, tuple(accepts)):
+        fitting = _FITTING.get(provides, f"an objective whose `accepts` has {provides.__name__}")
+        raise ConfigError(
+            f"{name} accepts {wanted}, but the teacher {type(teacher).__name__} provides {provides.__name__}. "
+            f"For this teacher use {fitting}."
+        )
+
+
+def for_step(
+    objective: Objective,
+    scored: Iterable[tuple[StudentScores, TeacherScores | None, AlignedBatch]],
+    *,
+    join_ranks: Callable[[Tensor], Tensor] = lambda measures: measures,
+) -> Objective:
+    """The objective to use for the micro-batches of one optimizer step: itself, unless it is a `StepObjective`.
+
+    Args:
+        scored: every micro-batch of this rank with its two predictions, best a generator: it is read, one micro-batch
+        at a time and under `no_grad`, only if the objective needs it.
+        join_ranks: gives the rows `[n, M]` of all ranks in any order; called once by every rank, also with n = 0.
+    """
+    if not isinstance(objective, StepObjective):
+        return objective
+    with torch.no_grad():
+        measures = [objective.measure(student, teacher, batch) for student, teacher, batch in scored]
+        if not measures:
+            raise ValueError("a step needs at least one micro-batch (it may be empty of pairs), got none.")
+        return objective.prepared(join_ranks(torch.cat(measures)))
+
+
+def check_scores(
+    objective: Objective, student: StudentScores, teacher: TeacherScores | None, batch: AlignedBatch
+) -> None:
+    """Refuse scores of a kind, number or vocabulary that do not belong to this objective and batch.
+
+    Raises `ConfigError` for the kind, `VocabularyMismatch` for the vocabulary, `ValueError` for the number of pairs.
+    """
+    name = type(objective).__name__
+    if not isinstance(student, HiddenScores | DenseScores):
+        raise ConfigError(f"{name} needs the student as HiddenScores or DenseScores, got {type(student).__name__}.")
+    accepts = objective.accepts
+    if accepts and not isinstance(teacher, accepts):
+        wanted = " or ".join(kind.__name__ for kind in accepts)
+        raise ConfigError(f"{name} accepts {wanted} of the teacher, got {type(teacher).__name__}.")
+    sides: dict[str, StudentScores | TeacherScores] = {"student": student}
+    if accepts and teacher is not None:
+        sides["teacher"] = teacher
+    for side, scores in sides.items():
+        num = _num_pairs(scores)
+        if num != batch.num_pairs:
+            raise ValueError(
+                f"the {side} scored {num} pairs but the batch has {batch.num_pairs}: select the rows of "
+                f"`batch.{side}.pair_index` before scoring."
+            )
+    if not accepts or teacher is None or isinstance(teacher, SampledScores):
+        return
+    if student.vocab_size != teacher.vocab_size:
+        raise VocabularyMismatch(
+            f"the student predicts {student.vocab_size} ids, the teacher {teacher.vocab_size}. Cut both heads to the "
+            "real ids of the shared tokenizer first (`OutputHead.cut`); two tokenizers need another method."
+        )
+
+
+def weigh(values: Tensor, weights: Tensor) -> Tensor:
+    """`values * weights`, both `[N]`, and exactly 0 where the weight is 0, whatever the value is."""
+    return torch.where(weights == 0, 0.0, values * weights.to(values.dtype))
+
+
+def only_weighted(values: Tensor, weights: Tensor) -> Tensor:
+    """`values [N, ...]` with no gradient in rows of weight 0: there 0 x NaN would reach the shared head."""
+    dead = (weights == 0).view(-1, *[1] * (values.dim() - 1))
+    return torch.where(dead, values.detach(), values)
+
+
+def _num_pairs(scores: StudentScores | TeacherScores) -> int:
+    if isinstance(scores, HiddenScores):
+        return scores.hidden.shape[0]
+    if isinstance(scores, DenseScores):
+        return scores.dense.shape[0]
+    if isinstance(scores, TopKScores):
+        return scores.ids.shape[0]
+    return scores.logprobs.shape[0]
