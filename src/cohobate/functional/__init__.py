@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors in, tensors out: every formula of the library, once. No config, process group, logging or model."""
+
+from cohobate.functional.divergences import (
+    JSDLossOutput,
+    clip_divergence,
+    divergence,
+    divergence_terms,
+    forward_kl,
+    generalized_jsd_loss,
+    jsd,
+    reverse_kl,
+)
+from cohobate.functional.estimators import (
+    clipped_surrogate,
+    iw_opd_weights,
+    k1,
+    k2,
+    k3,
+    min_max,
+    sampled_kl_loss,
+    select_top_share,
+    tip_scores,
+)
+from cohobate.functional.fused_linear import FusedDivergence, fused_linear_divergence, fused_linear_logprobs
+from cohobate.functional.logprobs import (
+    entropy,
+    gather_last,
+    head_logits,
+    log_softmax,
+    real_vocabulary,
+    scale_and_cap,
+    token_logprobs,
+    upcast,
+)
+from cohobate.functional.reduce import divide_by_count, masked_sum, select_valid
+from cohobate.functional.scores import (
+    DenseScores,
+    HiddenScores,
+    OutputHead,
+    SampledScores,
+    TeacherScores,
+    TopKScores,
+    top_k_scores,
+)
+from cohobate.functional.topk import log_tail_mass, topk_divergence
+
+__all__ = [
+    "DenseScores",
+    "FusedDivergence",
+    "HiddenScores",
+    "JSDLossOutput",
+    "OutputHead",
+    "SampledScores",
+    "TeacherScores",
+    "TopKScores",
+    "clip_divergence",
+    "clipped_surrogate",
+    "divergence",
+    "divergence_terms",
+    "divide_by_count",
+    "entropy",
+    "forward_kl",
+    "fused_linear_divergence",
+    "fused_linear_logprobs",
+    "gather_last",
+    "generalized_jsd_loss",
+    "head_logits",
+    "iw_opd_weights",
+    "jsd",
+    "k1",
+    "k2",
+    "k3",
+    "log_softmax",
+    "log_tail_mass",
+    "masked_sum",
+    "min_max",
+    "real_vocabulary",
+    "reverse_kl",
+    "sampled_kl_loss",
+    "scale_and_cap",
+    "select_top_share",
+    "select_valid",
+    "tip_scores",
+    "token_logprobs",
+    "top_k_scores",
+    "topk_divergence",
+    "upcast",
+]

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model can say about N aligned pairs: a closed union, one type for each kind of knowledge.
+
+N aligned pairs, V vocabulary, K kept ids, H hidden. A student's prediction is `HiddenScores` (or `DenseScores`) too,
+so an objective sees both sides in the same words. Logits are raw: before the temperature, after scale and soft-cap.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cohobate.functional.logprobs import check_temperature, head_logits, upcast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputHead:
+    """The map from hidden states to logits: `softcap(scale * (h W^T + bias))`."""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None = None  # [V]
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.weight.shape[0]
+
+    def cut(self, vocab_size: int) -> "OutputHead":
+        """The head over the first `vocab_size` (real) ids; padded rows get neither mass nor gradient."""
+        if vocab_size > self.vocab_size:
+            raise ValueError(f"cannot cut a head of {self.vocab_size} ids to {vocab_size}.")
+        if vocab_size == self.vocab_size:
+            return self
+        bias = None if self.bias is None else self.bias[:vocab_size]
+        return replace(self, weight=self.weight[:vocab_size], bias=bias)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiddenScores:
+    """Last hidden states and the head that reads them; the fused functions never make `[N, V]` of it."""
+
+    hidden: Tensor  # [N, H]
+    head: OutputHead
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.vocab_size
+
+    def logits(self) -> Tensor:
+        """`[N, V]` raw logits. For tests, small vocabularies and metrics; the training path does not call it."""
+        head = self.head
+        return head_logits(self.hidden, head.weight, bias=head.bias, scale=head.scale, softcap=head.softcap)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseScores:
+    """All logits of every pair."""
+
+    dense: Tensor  # [N, V] raw logits
+
+    @property
+    def vocab_size(self) -> int:
+        return self.dense.shape[1]
+
+    def logits(self) -> Tensor:
+        return self.dense
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopKScores:
+    """The K largest logits of every pair, the normaliser exact: log-prob = `logits / temperature - log_normalizer`."""
+
+    ids: Tensor  # [N, K] int64, sorted by id
+    logits: Tensor  # [N, K] raw
+    log_normalizer: Tensor  # [N] logsumexp over the whole vocabulary at `temperature`
+    log_normalizer_t1: Tensor  # [N] the same at temperature 1
+    realized_logit: Tensor  # [N] raw logit of the token that stands there
+    temperature: float
+    vocab_size: int
+
+    def logprobs(self) -> Tensor:
+        """`[N, K]` true log-probabilities at `temperature`."""
+        return self.logits / self.temperature - self.log_normalizer[:, None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledScores:
+    """Only the log-probability of the token that stands there."""
+
+    logprobs: Tensor  # [N] at `temperature`
+    temperature: float = 1.0
+
+
+TeacherScores = HiddenScores | DenseScores | TopKScores | SampledScores
+
+
+def top_k_scores(logits: Tensor, k: int, target_ids: Tensor, *, temperature: float = 1.0) -> TopKScores:
+    """Keep the `k` largest of raw `logits [N, V]`, ties to the lower id, and the logit of `target_ids [N]`."""
+    vocab_size = logits.shape[-1]
+    if not 1 <= k <= vocab_size:
+        raise ValueError(f"k must be in [1, {vocab_size}], got {k}.")
+    check_temperature(temperature)
+    wide = upcast(logits)
+    ids = torch.sort(wide, dim=-1, descending=True, stable=True).indices[:, :k].sort(dim=-1).values
+    return TopKScores(
+        ids=ids,
+        logits=wide.gather(-1, ids),
+        log_normalizer=torch.logsumexp(wide / temperature, dim=-1),
+        log_normalizer_t1=torch.logsumexp(wide, dim=-1),
+        realized_logit=wide.gather(-1, target_ids[:, None]).squeeze(-1),
+        temperature=temperature,
+        vocab_size=vocab_size,
+    )
