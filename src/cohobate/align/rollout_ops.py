@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cutting a rollout into micro-batches, and joining rollouts of different widths.
+
+Whole columns of padding appear or vanish; the tokens of a row keep their order and their company (mask, log-probs), so
+nothing downstream can tell the difference. B rows, T columns.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from cohobate.align.rollout import RolloutBatch
+from cohobate.align.runs import check_pad_id
+
+
+def select_rows(rollout: RolloutBatch, rows: Tensor | Sequence[int]) -> RolloutBatch:
+    """The given rows in the given order, without the outer columns that are padding in all of them.
+
+    `response_start_idx` moves with the columns. At least one column stays. Rows may be named twice; a row outside
+    `[0, B)` or a bool mask is an error.
+    """
+    index = _row_index(rows, rollout.input_ids.shape[0], rollout.input_ids.device)
+    mask = rollout.attention_mask.index_select(0, index)
+    used = torch.nonzero((mask != 0).any(0))[:, 0].tolist()
+    left, right = (used[0], used[-1] + 1) if used else (0, min(1, mask.shape[1]))
+    logprobs = rollout.sampler_logprobs
+    # A row with an empty completion may name any boundary; the clamp keeps it legal, and its completion stays empty.
+    start = (rollout.response_start_idx.index_select(0, index) - left).clamp(1, max(1, right - left))
+    return RolloutBatch(
+        input_ids=rollout.input_ids.index_select(0, index)[:, left:right],
+        attention_mask=mask[:, left:right],
+        response_start_idx=start,
+        sampler_logprobs=None if logprobs is None else logprobs.index_select(0, index)[:, left:right],
+        policy_version=rollout.policy_version,
+    )
+
+
+def concat_rollouts(rollouts: Sequence[RolloutBatch], pad_token_id: int) -> RolloutBatch:
+    """All rows in order, in one buffer: each part moves as a block so that their latest completion starts coincide.
+
+    `sampler_logprobs` is kept if any part has it; parts without (recorded completions) get NaN, so that reading them
+    is seen. `policy_version` is kept if the parts that have one agree, else None.
+    """
+    if not rollouts:
+        raise ValueError("concat_rollouts needs at least one rollout, got none.")
+    fill = check_pad_id(pad_token_id)
+    latest = [int(part.response_start_idx.max()) if len(part.response_start_idx) else 0 for part in rollouts]
+    shifts = [max(latest) - start for start in latest]
+    width = max(shift + part.input_ids.shape[1] for shift, part in zip(shifts, rollouts, strict=True))
+
+    def joined(tensors: list[Tensor], value: float) -> Tensor:
+        wide = [
+            pad(tensor, (shift, width - shift - tensor.shape[1]), value=value)
+            for tensor, shift in zip(tensors, shifts, strict=True)
+        ]
+        return torch.cat(wide)
+
+    has_logprobs = any(part.sampler_logprobs is not None for part in rollouts)
+    versions = {part.policy_version for part in rollouts if part.policy_version is not None}
+    return RolloutBatch(
+        input_ids=joined([part.input_ids for part in rollouts], fill),
+        attention_mask=joined([part.attention_mask for part in rollouts], 0),
+        response_start_idx=torch.cat([p.response_start_idx + s for p, s in zip(rollouts, shifts, strict=True)]),
+        sampler_logprobs=joined([_logprobs(part) for part in rollouts], 0.0) if has_logprobs else None,
+        policy_version=versions.pop() if len(versions) == 1 else None,
+    )
+
+
+def _row_index(rows: Tensor | Sequence[int], batch: int, device: torch.device) -> Tensor:
+    index = torch.as_tensor(rows)
+    if index.numel() == 0:
+        index = index.long()
+    if index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
+        raise TypeError(
+            f"rows must be a 1-D list of row numbers, got {index.dtype} of shape {list(index.shape)}. Turn a bool "
+            "mask into row numbers with torch.nonzero(mask)[:, 0]."
+        )
+    outside = [row for row in index.tolist() if not 0 <= row < batch]
+    if outside:
+        raise ValueError(f"rows names row {outside[0]}, but the rollout has rows 0 to {batch - 1}.")
+    return index.to(device)
+
+
+def _logprobs(rollout: RolloutBatch) -> Tensor:
+    if rollout.sampler_logprobs is not None:
+        return rollout.sampler_logprobs
+    return torch.full(rollout.input_ids.shape, float("nan"), device=rollout.input_ids.device)
