@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A data set by its path or name, as rows. The one file that imports `datasets`, and late: it takes a second.
+
+Data only: no loading script is ever run (`trust_remote_code` is never passed). A hub name is looked up only if nothing
+of that name exists on this machine.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cohobate.errors import DataError, did_you_mean
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+def load_rows(
+    source: str | Path,
+    *,
+    split: str | None = None,
+    rename: Mapping[str, str] | None = None,
+    columns: tuple[str, ...] = (),
+    limit: int | None = None,
+) -> "Dataset":
+    """The rows of a JSONL, Parquet or CSV file, a folder of such files or of `save_to_disk`, or a hub data set.
+
+    Args:
+        split: needed where there are several. A single file has one, `train`.
+        rename: old column name -> new one, e.g. `{"question": "prompt"}`.
+        columns: must be there after renaming.
+        limit: the first so many rows only.
+
+    Raises:
+        DataError: not found, unreadable, empty, no such split, a missing column, a name taken twice.
+    """
+    rows = _one_split(_read(source), split, source)
+    for old, new in (rename or {}).items():
+        _check_columns(source, rows.column_names, [old])
+        if new in rows.column_names:
+            raise DataError(
+                f"{source}: cannot rename {old!r} to {new!r}, which is there already. Drop or rename that one."
+            )
+        rows = rows.rename_column(old, new)
+    _check_columns(source, rows.column_names, columns)
+    if limit is not None:
+        rows = rows.select(range(min(limit, len(rows))))
+    if not len(rows):
+        raise DataError(f"{source}: the data set is empty. Check the path, the split and the limit.")
+    return rows
+
+
+def _read(source: str | Path) -> Any:
+    import datasets
+
+    path = Path(source).expanduser()
+    try:
+        if path.is_file():
+            kind = _FORMATS.get(path.suffix.lower())
+            if kind is None:
+                raise DataError(f"{source}: files of kind {path.suffix or '(none)'!r} are not read; {_known()}.")
+            if not path.stat().st_size:
+                raise DataError(f"{source}: the file is empty.")
+            return datasets.load_dataset(kind, data_files=str(path))
+        if path.is_dir():
+            if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
+                return datasets.load_from_disk(str(path))
+            return datasets.load_dataset(str(path))
+        if path.suffix.lower() in _FORMATS or path.is_absolute():
+            raise DataError(f"{source}: no such file. Relative paths start at {Path.cwd()}.")
+        return datasets.load_dataset(str(source))
+    except DataError:
+        raise
+    except Exception as error:  # datasets raises many kinds, also of pyarrow, pandas and the hub client
+        reason = str(error).strip().splitlines()
+        raise DataError(
+            f"{source}: cannot be read as a data set ({type(error).__name__}: "
+            f"{reason[0] if reason else 'no reason given'}). {_known().capitalize()}; a folder of save_to_disk; or a "
+            "hub name, which needs the network once."
+        ) from error
+
+
+def _known() -> str:
+    return "known are JSONL, JSON, Parquet and CSV files"
+
+
+def _one_split(loaded: Any, split: str | None, source: str | Path) -> "Dataset":
+    if not isinstance(loaded, dict):
+        if split is not None:
+            raise DataError(f"{source}: it is one data set without splits; leave split={split!r} out.")
+        return loaded
+    if split is None and len(loaded) == 1:
+        return next(iter(loaded.values()))
+    if split not in loaded:
+        hint = did_you_mean(split, loaded) if split else ""
+        wanted = "choose one with split=" if split is None else f"there is no split {split!r}"
+        raise DataError(f"{source}: {wanted}; the splits are {', '.join(loaded)}.{hint}")
+    return loaded[split]
+
+
+def _check_columns(source: str | Path, present: list[str], wanted: Any) -> None:
+    for name in wanted:
+        if name not in present:
+            raise DataError(
+                f"{source}: there is no column {name!r}; the columns are {', '.join(present) or '(none)'}."
+                f"{did_you_mean(name, present)}"
+            )

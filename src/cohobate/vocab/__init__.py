@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How two vocabularies relate: what each id stands for, and whether it is the same on both sides."""
+
+from cohobate.vocab.tokens import (
+    SharedVocabulary,
+    check_config_vocab_size,
+    check_same_vocabulary,
+    fingerprint,
+    real_vocab_size,
+    special_roles,
+    template_fingerprint,
+    token_bytes,
+)
+
+__all__ = [
+    "SharedVocabulary",
+    "check_config_vocab_size",
+    "check_same_vocabulary",
+    "fingerprint",
+    "real_vocab_size",
+    "special_roles",
+    "template_fingerprint",
+    "token_bytes",
+]
