@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that run beside the training: most faults of distillation leave a plausible loss, so look where they show."""
+
+import math
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from cohobate.align.rollout import AlignedBatch
+from cohobate.errors import NonFiniteError
+from cohobate.objectives import ObjectiveOutput
+
+logger = logging.get_logger(__name__)
+
+
+class FiniteCheck:
+    """Remembers the pair losses of one optimizer step so that a NaN or infinity can be traced to its rows."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[AlignedBatch, Tensor | None]] = []
+        self.loss_sum: Tensor | float = 0.0
+
+    def see(self, batch: AlignedBatch, output: ObjectiveOutput, loss: Tensor) -> None:
+        self._seen.append((batch, output.pair_loss))
+        self.loss_sum = self.loss_sum + loss.detach()
+
+    def loss_is_finite(self) -> bool:
+        return math.isfinite(float(self.loss_sum))
+
+    def bad_rows(self) -> list[str]:
+        """Sample ids of this rank's rows with a pair loss that is NaN or infinite, in order of appearance."""
+        found: dict[str, None] = {}
+        for batch, pair_loss in self._seen:
+            if pair_loss is None:
+                continue
+            for row in batch.row[~torch.isfinite(pair_loss)].unique().tolist():
+                found[batch.sample_ids[row]] = None
+        return list(found)
+
+    def refuse(self, *, step: int, grad_norm: float) -> None:
+        """Raise `NonFiniteError`; called on every rank of a step that is not finite on any, before the optimizer."""
+        rows = self.bad_rows()
+        if rows:
+            shown = ", ".join(repr(r) for r in rows[:8]) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
+            where = f"rows with a non-finite loss on this rank: {shown}."
+        elif self.loss_is_finite() and not math.isfinite(grad_norm):
+            where = "every row's loss on this rank is finite: the gradient overflowed, or another rank is the cause."
+        else:
+            where = "no single row of this rank is the cause."
+        raise NonFiniteError(
+            f"step {step}: loss {float(self.loss_sum):g}, gradient norm {grad_norm:g}; {where} The optimizer step was"
+            " not taken and the weights are those of the step before. Look at these rows (an empty or forbidden token,"
+            " a teacher that gives it probability 0), or lower learning_rate; resume from the last checkpoint."
+        )
+
+    def clear(self) -> None:
+        self._seen.clear()
+        self.loss_sum = 0.0
+
+
+def teacher_notice(metrics: dict[str, float], *, vocab_size: int | None, num_steps: int) -> str | None:
+    """What the teacher's numbers give away, or None.
+
+    A teacher without weights is uniform: its entropy is ln V, and a loss of about ln 2 looks normal. A teacher that
+    equals the student gives exactly zero, which looks like a finished run.
+    """
+    entropy = metrics.get("entropy/teacher")
+    if vocab_size is not None and entropy is not None and abs(entropy - math.log(vocab_size)) < 1e-3:
+        return (
+            f"the teacher's entropy is {entropy:.4f} = ln {vocab_size}: it predicts every token alike, as a model"
+            " without its weights does. Check how the teacher was loaded."
+        )
+    if metrics.get("kl/reverse") == 0.0 and metrics.get("kl/forward") == 0.0:
+        return (
+            f"teacher equals student: both KL are exactly 0 over {num_steps} step(s), so there is nothing to learn."
+            " A same-weights teacher needs a privileged context, an adapter, or other weights."
+        )
+    return None
+
+
+def warn_once(said: set[str], message: str | None) -> None:
+    """Log a notice the first time it appears."""
+    if message is not None and message not in said:
+        said.add(message)
+        logger.warning(message)

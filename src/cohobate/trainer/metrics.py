@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is logged: sums and counts kept apart until all ranks have added theirs, then divided once.
+
+The same names go to every logger; `metrics.jsonl` in the output folder holds them one line a log.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from cohobate.align.rollout import AlignedBatch, RolloutBatch
+from cohobate.objectives import Metric, ObjectiveOutput
+from cohobate.parallel.gather import all_reduce_largest, union_of_names
+from cohobate.parallel.world import all_reduce_sum
+from cohobate.trainer.step import RolledOut, completion_ids
+
+
+class MetricSums:
+    """Running sums of named means and extremes; `reduce` joins the ranks, divides, and starts anew."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[Tensor | float, Tensor | float]] = {}
+        self._maxima: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+        self._started = time.perf_counter()
+
+    def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
+        """Add to a mean. Device tensors stay on the device until `reduce`."""
+        old_total, old_count = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = (old_total + total, old_count + count)
+
+    def maximum(self, name: str, value: float) -> None:
+        self._maxima[name] = max(self._maxima.get(name, float("-inf")), value)
+
+    def spent(self, name: str, seconds: float) -> None:
+        """Wall-clock seconds of an activity, for rates."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def add_metrics(self, metrics: dict[str, Metric]) -> None:
+        for name, metric in metrics.items():
+            self.add(name, metric.sum, metric.count)
+
+    def add_loss_by_origin(self, output: ObjectiveOutput, batch: AlignedBatch) -> None:
+        """Loss of sampled and of recorded rows apart: they answer different questions."""
+        if output.pair_loss is None:
+            return
+        sampled = batch.is_sampled[batch.row]
+        for name, mask in (("loss/sampled", sampled), ("loss/recorded", ~sampled)):
+            self.add(name, output.pair_loss[mask].sum(), mask.sum())
+
+    def reduce(self) -> dict[str, float]:
+        """Joined over all ranks (every rank must call it). A mean over nothing is left out."""
+        names = union_of_names(
+            [*self._sums, *(f"max {n}" for n in self._maxima), *(f"sec {n}" for n in self._seconds)]
+        )
+        means = [n for n in names if not n.startswith(("max ", "sec "))]
+        flat: dict[str, Tensor | float] = {}
+        for name in means:
+            flat[f"{name} sum"], flat[f"{name} count"] = self._sums.get(name, (0.0, 0.0))
+        summed = all_reduce_sum(flat)
+        own = {f"max {n}": v for n, v in self._maxima.items()} | {f"sec {n}": v for n, v in self._seconds.items()}
+        largest = all_reduce_largest({n: own.get(n, float("-inf")) for n in names if n not in means})
+        result = {n: summed[f"{n} sum"] / summed[f"{n} count"] for n in means if summed[f"{n} count"] > 0}
+        for name, value in largest.items():
+            if name.startswith("max ") and math.isfinite(value):
+                plain = name.removeprefix("max ")
+                result[plain] = -value if plain.endswith("min_length") else value  # a minimum is kept as max of -x
+        result |= _rates(summed, largest, time.perf_counter() - self._started)
+        self.__init__()
+        return result
+
+
+def _rates(summed: dict[str, float], largest: dict[str, float], elapsed: float) -> dict[str, float]:
+    """Throughput over all ranks: trained pairs by wall clock, sampled tokens by the time spent sampling."""
+    rates = {}
+    pairs = summed.get("rows/pairs sum")
+    if pairs is not None and elapsed > 0:
+        rates["speed/pairs_per_second"] = pairs / elapsed
+    tokens, seconds = summed.get("completion/mean_length sum"), largest.get("sec sampling", 0.0)
+    if tokens is not None and seconds > 0:
+        rates["speed/generated_tokens_per_second"] = tokens / seconds
+    return rates
+
+
+def add_rollout_metrics(
+    sums: MetricSums, rollout: RolloutBatch, is_sampled: Tensor, *, eos_token_ids: tuple[int, ...], max_new_tokens: int
+) -> None:
+    """Completion lengths and how they ended, sampled and recorded rows apart. All names appear on every rank."""
+    columns = torch.arange(rollout.input_ids.shape[1], device=rollout.input_ids.device)
+    attended = rollout.attention_mask.bool()
+    in_completion = attended & (columns[None, :] >= rollout.response_start_idx[:, None])
+    lengths = in_completion.sum(1)
+    last = torch.where(attended, columns[None, :], -1).amax(1).clamp(min=0)
+    last_ids = rollout.input_ids.gather(1, last[:, None]).squeeze(1)
+    ended = (lengths > 0) & torch.isin(last_ids, torch.tensor(eos_token_ids, device=last_ids.device))
+    sums.add("rows/without_pair", (lengths == 0).sum(), lengths.numel())
+    sums.add("rows/pairs", lengths.sum(), lengths.numel())  # mean pairs of a row
+    for prefix, rows in (("completion/", is_sampled), ("completion/recorded_", ~is_sampled)):
+        chosen, stopped = lengths[rows], ended[rows]
+        sums.add(f"{prefix}mean_length", chosen.sum(), chosen.numel())
+        sums.maximum(f"{prefix}max_length", float(chosen.max()) if chosen.numel() else float("-inf"))
+        sums.maximum(f"{prefix}min_length", -float(chosen.min()) if chosen.numel() else float("-inf"))
+        sums.add(f"{prefix}eos_share", stopped.sum(), stopped.numel())
+        sums.add(f"{prefix}mean_terminated_length", chosen[stopped].sum(), stopped.sum())
+    cut = ~ended[is_sampled] & (lengths[is_sampled] >= max_new_tokens)
+    sums.add("completion/truncated_share", cut.sum(), cut.numel())
+
+
+class MetricsFile(TrainerCallback):
+    """Appends every log to `metrics.jsonl`; on resume, lines of steps that are trained again are dropped first."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = Path(folder) / "metrics.jsonl"
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept: list[str] = []
+        if state.global_step > 0 and self.path.exists():
+            lines = self.path.read_text(encoding="utf-8").splitlines()
+            kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
+        self.path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        line = {"step": state.global_step, "epoch": state.epoch, **logs}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def completion_columns(rolled: RolledOut, decode: Callable[..., str], *, step: int) -> dict[str, list[Any]]:
+    """Prompts and completions of one step as text and ids, a column each."""
+    completions = completion_ids(rolled.rollout)
+    return {
+        "step": [step] * len(rolled.rows),
+        "sample_id": [row.sample_id for row in rolled.rows],
+        "is_sampled": rolled.is_sampled.tolist(),
+        "prompt": [decode(row.prompt_ids) for row in rolled.rows],
+        "completion": [decode(ids) for ids in completions],
+        "completion_ids": [list(ids) for ids in completions],
+    }
+
+
+def write_completions(path: Path, columns: dict[str, list[Any]]) -> None:
+    """Write one step's prompts and completions as a Parquet file."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)

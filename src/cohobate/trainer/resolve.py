@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a user passes to what the trainer runs: every check that can fail before training does so here."""
+
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from cohobate.data import PromptEncoder, PromptRow
+from cohobate.errors import ConfigError, DataError, MissingExtra
+from cohobate.objectives import Objective
+from cohobate.teachers import (
+    AdapterOffTeacher,
+    FrozenTeacher,
+    LocalTeacher,
+    Teacher,
+)
+from cohobate.teachers.load import load_tokenizer, resolve_model
+from cohobate.trainer.card import RunDescription
+from cohobate.trainer.config import DistillationConfig
+from cohobate.vocab import check_config_vocab_size, check_same_vocabulary
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Encoded rows and the fingerprint of the data they came from."""
+
+    rows: tuple[PromptRow, ...]
+    fingerprint: str
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> PromptRow:
+        return self.rows[index]
+
+
+def student(
+    model: nn.Module | str, tokenizer: Any, peft_config: Any, init_kwargs: Mapping[str, Any] | None
+) -> tuple[nn.Module, Any]:
+    """The student and its tokenizer; a path is loaded, an adapter put on."""
+    if isinstance(model, str) and tokenizer is None:
+        tokenizer = load_tokenizer(model)
+    model = resolve_model(model, init_kwargs, role="student")
+    if tokenizer is None:
+        raise ConfigError("processing_class is missing: pass the student's tokenizer.")
+    if peft_config is None:
+        return model, tokenizer
+    try:
+        from peft import get_peft_model
+    except ImportError as error:
+        raise MissingExtra("peft_config needs the package peft: pip install 'cohobate[peft]'.") from error
+    return get_peft_model(model, peft_config), tokenizer  # pyright: ignore[reportArgumentType]
+
+
+def training_rows(dataset: Any, encoder: PromptEncoder, *, rows_per_step: int) -> Rows | None:
+    """The training rows, encoded; None when the trainer only evaluates."""
+    if dataset is None:
+        return None
+    rows = _encode(dataset, encoder, "train_dataset")
+    if len(rows) < rows_per_step:
+        raise DataError(
+            f"train_dataset has {len(rows)} usable rows, but one optimizer step takes {rows_per_step} "
+            "(per_device_train_batch_size x gradient_accumulation_steps x processes). Lower one of them, or add rows."
+        )
+    return rows
+
+
+def evaluation_rows(dataset: Any, encoder: PromptEncoder) -> Any:
+    """The evaluation rows, encoded, or a dict of them by name."""
+    if dataset is None or isinstance(dataset, Rows):
+        return dataset
+    if isinstance(dataset, Mapping):
+        return {name: evaluation_rows(rows, encoder) for name, rows in dataset.items()}
+    return _encode(dataset, encoder, "eval_dataset")
+
+
+def _encode(dataset: Any, encoder: PromptEncoder, name: str) -> Rows:
+    _check_sized(dataset, name)
+    encoded = encoder.encode_rows(dataset)
+    if encoded.skipped:
+        logger.warning(f"{name}: {len(encoded.skipped)} of {len(dataset)} rows are over-long and are left out.")
+    if encoded.num_typed_control:
+        logger.warning(
+            f"{name}: {encoded.num_typed_control} rows spell control tokens in their text; they are encoded as text."
+        )
+    return Rows(rows=encoded.rows, fingerprint=encoded.fingerprint)
+
+
+def _check_sized(dataset: Any, name: str) -> None:
+    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+        raise DataError(f"{name} must have a length and rows by index (a Dataset or a list); got a stream.")
+    if len(dataset) == 0:
+        raise DataError(f"{name} is empty: there is no row to work on. Check the path, the split and the filters.")
+
+
+def loaded_teacher(given: Any, init_kwargs: Mapping[str, Any] | None) -> tuple[Any, Any]:
+    """A teacher that was named by its path, loaded with its tokenizer; anything else as it is, without."""
+    if isinstance(given, str) and given != "self":
+        return resolve_model(given, init_kwargs, role="teacher"), load_tokenizer(given)
+    if init_kwargs:
+        raise ConfigError(
+            f"teacher_init_kwargs={dict(init_kwargs)} would have no effect: {type(given).__name__} is already there."
+            " Leave them out, or pass the teacher as a path."
+        )
+    return given, None
+
+
+def teacher(
+    given: Any,
+    student_model: nn.Module,
+    tokenizer: Any,
+    teacher_tokenizer: Any,
+    *,
+    recorded_text: bool,
+    device: torch.device,
+) -> tuple[Any, int | None]:
+    """The teacher, and the number of shared real ids when two heads must be cut to them (else None)."""
+    if given is None:
+        return None, None
+    if given == "self":
+        given = AdapterOffTeacher() if hasattr(student_model, "disable_adapter") else FrozenTeacher()
+    if hasattr(given, "build") and not hasattr(given, "score"):
+        return given.build(student_model), None
+    if isinstance(given, nn.Module) and not hasattr(given, "score"):
+        if teacher_tokenizer is None:
+            check_config_vocab_size(student_model.config, given.config)
+            return LocalTeacher(given, device=device), None
+        widths = {"student_width": _head_width(student_model), "teacher_width": _head_width(given)}
+        vocab_size = _proven_vocabulary(tokenizer, teacher_tokenizer, recorded_text=recorded_text, **widths)
+        return LocalTeacher(given, vocab_size=vocab_size, device=device), vocab_size
+    if hasattr(given, "score"):
+        if teacher_tokenizer is None:
+            return given, None
+        return given, _proven_vocabulary(tokenizer, teacher_tokenizer, recorded_text=recorded_text)
+    raise ConfigError(
+        f"teacher must be a model, a path, a Teacher, a teacher config or 'self', got {type(given).__name__}."
+    )
+
+
+def _proven_vocabulary(tokenizer: Any, teacher_tokenizer: Any, **options: Any) -> int:
+    shared = check_same_vocabulary(tokenizer, teacher_tokenizer, **options)
+    for difference in shared.differences:
+        logger.warning(f"student and teacher share a vocabulary of {shared.size} ids, but {difference}.")
+    return shared.size
+
+
+def _head_width(model: nn.Module) -> int | None:
+    weight = getattr(model.get_output_embeddings(), "weight", None)  # pyright: ignore[reportCallIssue]
+    return None if weight is None else weight.shape[0]
+
+
+def check_importance_ratio(objective: Objective, args: DistillationConfig) -> None:
+    """Reusing rollouts needs an importance ratio, and a ratio needs the draw and the loss to speak of one policy."""
+    if args.num_iterations > 1 and getattr(objective, "needs_fresh_rollouts", True):
+        raise ConfigError(
+            f"num_iterations={args.num_iterations} trains several steps on rollouts of an older policy, and "
+            f"{type(objective).__name__} has no importance ratio for it. Use PolicyGradientObjective with "
+            "clip_epsilon, or num_iterations=1."
+        )
+    if not getattr(objective, "needs_sampler_logprobs", False):
+        return
+    wanted = getattr(objective, "temperature", 1.0)
+    drawn = {"top_p": (args.top_p, 1.0), "top_k": (args.top_k, 0), "min_p": (args.min_p, 0.0)}
+    drawn["sampling_temperature"] = (args.sampling_temperature, wanted)
+    for name, (found, needed) in drawn.items():
+        if found != needed:
+            raise ConfigError(
+                f"the importance ratio of {type(objective).__name__} compares the policy that drew a token with the "
+                f"one that is trained: {name} must be {needed}, got {found}. Change it, or leave clip_epsilon out."
+            )
+
+
+def eos_token_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    """Every id that ends a completion: the generation config's and the tokenizer's."""
+    generation = getattr(model, "generation_config", None)
+    found: list[int] = []
+    for ids in (getattr(generation, "eos_token_id", None), tokenizer.eos_token_id):
+        found += [ids] if isinstance(ids, int) else list(ids or [])
+    if not found:
+        raise ConfigError(
+            "neither the tokenizer nor the model's generation_config has an eos_token_id: no completion could end. Set"
+            " tokenizer.eos_token."
+        )
+    return tuple(dict.fromkeys(found))
+
+
+def pad_token_id(tokenizer: Any, eos: Sequence[int]) -> int:
+    """Any id will do: padding is known from masks, never from ids."""
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
+
+
+def describe(
+    given: RunDescription | None,
+    model: nn.Module,
+    teacher: Teacher | None,
+    objective: Objective,
+    rows: Rows | None,
+    *,
+    settings: Mapping[str, Any],
+) -> RunDescription:
+    """The model card's facts: what the user said, and from the parts what was left open."""
+    name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+    said = given or RunDescription(
+        student=str(name), teacher="none" if teacher is None else type(teacher).__name__, settings=settings
+    )
+    return replace(
+        said,
+        objective=said.objective or repr(objective),
+        data_fingerprint=said.data_fingerprint or ("" if rows is None else rows.fingerprint),
+        num_rows=said.num_rows or (0 if rows is None else len(rows)),
+    )

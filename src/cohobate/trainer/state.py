@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of a checkpoint that transformers does not know: what a teacher carries, and rollouts still to be reused.
+
+safetensors for tensors, JSON for the rest; written under a temporary name and renamed, so a reader never sees half a
+file.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cohobate.align.rollout import AlignedBatch, AlignedSide
+from cohobate.errors import ConfigError
+from cohobate.trainer.step import Window
+
+FORMAT = 1
+Held = tuple[Window, int] | None
+
+
+def save_state(folder: Path, *, teacher: Any, held: Held, rank: int) -> None:
+    """Write the teacher's state (rank 0) and this rank's held window into a checkpoint folder."""
+    state_dict = getattr(teacher, "state_dict", None)
+    if rank == 0 and state_dict is not None:
+        write_tensors(folder / "teacher_state.safetensors", state_dict(), {"format": FORMAT})
+    if held is not None:
+        window, uses = held
+        tensors, header = _pack_window(window)
+        write_tensors(folder / f"rollout_window_rank{rank}.safetensors", tensors, {**header, "uses": uses})
+
+
+def load_state(folder: Path, *, teacher: Any, rank: int) -> Held:
+    """Restore what `save_state` wrote; a teacher with state that finds none is an error, not a fresh start."""
+    load = getattr(teacher, "load_state_dict", None)
+    if load is not None:
+        path = folder / "teacher_state.safetensors"
+        if not path.exists():
+            raise ConfigError(
+                f"{folder.name} has no teacher_state.safetensors, but {type(teacher).__name__} carries state: resuming"
+                " would restart the teacher. Resume from a checkpoint of the same recipe."
+            )
+        load(read_tensors(path)[0])
+    path = folder / f"rollout_window_rank{rank}.safetensors"
+    if not path.exists():
+        return None
+    tensors, header = read_tensors(path)
+    return _unpack_window(tensors, header), int(header["uses"])
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
+    """One safetensors file with a JSON header: temporary name, fsync, rename."""
+    folder = path.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{path.name}.{os.getpid()}.tmp"
+    save_file({k: v.contiguous() for k, v in tensors.items()}, temporary, metadata={"cohobate": json.dumps(header)})
+    with temporary.open("rb+") as file:
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and header of a file that `write_tensors` wrote; another format number is refused."""
+    with safe_open(path, framework="pt") as file:
+        header = json.loads((file.metadata() or {}).get("cohobate", "{}"))
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
+    if header.get("format") != FORMAT:
+        raise ConfigError(f"{path.name} has format {header.get('format')}, this version reads format {FORMAT}.")
+    return tensors, header
+
+
+def _pack_window(window: Window) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors: dict[str, Tensor] = {}
+    names: list[list[list[str]]] = []
+    for g, group in enumerate(window.groups):
+        names.append([])
+        for m, batch in enumerate(group):
+            names[-1].append(list(batch.sample_ids))
+            _pack(tensors, f"{g}.{m}", batch)
+    return tensors, {"format": FORMAT, "sample_ids": names}
+
+
+def _pack(tensors: dict[str, Tensor], prefix: str, batch: AlignedBatch | AlignedSide) -> None:
+    for f in fields(batch):
+        value = getattr(batch, f.name)
+        if isinstance(value, Tensor):
+            tensors[f"{prefix}.{f.name}"] = value.clone()
+        elif isinstance(value, AlignedSide):
+            _pack(tensors, f"{prefix}.{f.name}", value)
+        elif isinstance(value, dict):
+            tensors |= {f"{prefix}.{f.name}.{k}": v.clone() for k, v in value.items()}
+
+
+def _unpack_window(tensors: dict[str, Tensor], header: dict[str, Any]) -> Window:
+    groups = tuple(
+        tuple(_unpack_batch(tensors, f"{g}.{m}", tuple(ids)) for m, ids in enumerate(group))
+        for g, group in enumerate(header["sample_ids"])
+    )
+    return Window(groups=groups)
+
+
+def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    inside = {k.removeprefix(prefix + "."): v for k, v in tensors.items() if k.startswith(prefix + ".")}
+    return {k: v for k, v in inside.items() if "." not in k}
+
+
+def _unpack_batch(tensors: dict[str, Tensor], prefix: str, sample_ids: tuple[str, ...]) -> AlignedBatch:
+    def side(name: str) -> AlignedSide:
+        return AlignedSide(
+            model_inputs=_named(tensors, f"{prefix}.{name}.model_inputs"),
+            pair_index=tensors[f"{prefix}.{name}.pair_index"],
+        )
+
+    named: dict[str, Any] = dict(_named(tensors, prefix))
+    return AlignedBatch(student=side("student"), teacher=side("teacher"), sample_ids=sample_ids, **named)
