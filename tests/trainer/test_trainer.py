@@ -331,3 +331,17 @@ def test_frozen_teacher_config_builds_from_the_student(tmp_path: Path) -> None:
     run = trainer(tmp_path, teacher=FrozenTeacher(), privileged=PrivilegedConfig(source="hint"))
     run.train()
     assert run.state.log_history[0]["kl/reverse"] > 0
+
+
+def test_a_padded_head_is_cut_to_the_real_ids_on_both_sides(tmp_path: Path) -> None:
+    """Qwen2.5 has heads of 151,936 and 152,064 rows over one tokenizer; padding must get neither mass nor gradient."""
+    student, teacher = tiny.llama(1, vocab_size=26, tie=False), tiny.llama(5, vocab_size=30, tie=False)
+    run = trainer(tmp_path, model=student, teacher=teacher, teacher_processing_class=tiny.char_tokenizer())
+    assert run.vocab_size == 23
+    head = student.get_output_embeddings().weight
+    before = head.detach().clone()
+    run.train()
+    assert torch.equal(head[23:], before[23:])
+    assert not torch.equal(head[:23], before[:23])
+    teacher_alone = trainer(tmp_path, model=tiny.llama(1, vocab_size=26), teacher="self")
+    assert teacher_alone.vocab_size == 23

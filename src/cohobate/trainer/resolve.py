@@ -21,7 +21,7 @@ from cohobate.teachers import (
 from cohobate.teachers.load import load_tokenizer, resolve_model
 from cohobate.trainer.card import RunDescription
 from cohobate.trainer.config import DistillationConfig
-from cohobate.vocab import check_config_vocab_size, check_same_vocabulary
+from cohobate.vocab import check_config_vocab_size, check_same_vocabulary, real_vocab_size
 
 logger = logging.get_logger(__name__)
 
@@ -126,11 +126,13 @@ def teacher(
     if given == "self":
         given = AdapterOffTeacher() if hasattr(student_model, "disable_adapter") else FrozenTeacher()
     if hasattr(given, "build") and not hasattr(given, "score"):
-        return given.build(student_model), None
+        vocab_size = _real_ids(student_model, tokenizer)
+        return given.build(student_model, vocab_size), vocab_size
     if isinstance(given, nn.Module) and not hasattr(given, "score"):
         if teacher_tokenizer is None:
             check_config_vocab_size(student_model.config, given.config)
-            return LocalTeacher(given, device=device), None
+            vocab_size = _real_ids(student_model, tokenizer)
+            return LocalTeacher(given, vocab_size=vocab_size, device=device), vocab_size
         widths = {"student_width": _head_width(student_model), "teacher_width": _head_width(given)}
         vocab_size = _proven_vocabulary(tokenizer, teacher_tokenizer, recorded_text=recorded_text, **widths)
         return LocalTeacher(given, vocab_size=vocab_size, device=device), vocab_size
@@ -148,6 +150,12 @@ def _proven_vocabulary(tokenizer: Any, teacher_tokenizer: Any, **options: Any) -
     for difference in shared.differences:
         logger.warning(f"student and teacher share a vocabulary of {shared.size} ids, but {difference}.")
     return shared.size
+
+
+def _real_ids(model: nn.Module, tokenizer: Any) -> int | None:
+    """The number of ids that stand for a token, where the head is padded beyond them; else None, nothing to cut."""
+    real, width = real_vocab_size(tokenizer), _head_width(model)
+    return real if width is not None and width > real else None
 
 
 def _head_width(model: nn.Module) -> int | None:

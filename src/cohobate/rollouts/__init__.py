@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who writes the completion."""
+
+from cohobate.align.rollout import RolloutBatch, RolloutRequest, SamplingConfig
+from cohobate.rollouts.local import LocalRollouts
+from cohobate.rollouts.mixed import MixedRollouts
+from cohobate.rollouts.protocol import RolloutSource
+from cohobate.rollouts.recorded import RecordedRollouts
+
+__all__ = [
+    "LocalRollouts",
+    "MixedRollouts",
+    "RecordedRollouts",
+    "RolloutBatch",
+    "RolloutRequest",
+    "RolloutSource",
+    "SamplingConfig",
+]
