@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The few kinds of error a user can meet.
 
-Each kind is also a built-in one, so `except ValueError` works for people who know nothing of this module. A message says
-what was wanted, what came, and what to do. Programming errors stay `assert`s; wrong tensor types stay `TypeError`s.
+Each kind is also a built-in one, so `except ValueError` works for people who know nothing of this module. A message
+says what was wanted, what came, and what to do. Programming errors stay `assert`s; wrong tensor types stay
+`TypeError`s.
 """
 
 import difflib
@@ -38,6 +39,6 @@ class MissingExtra(CohobateError, RuntimeError):
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """" Did you mean 'x'?" for the nearest of `valid`, or the empty string if none is near."""
+    """A sentence for the end of a message that offers the nearest of `valid`; empty if none is near."""
     near = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
     return f" Did you mean {near[0]!r}?" if near else ""

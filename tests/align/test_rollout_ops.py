@@ -4,12 +4,18 @@
 import pytest
 import torch
 
-from cohobate.align import RolloutBatch, concat_rollouts, select_rows
+from cohobate.align import RolloutBatch, completion_mask, concat_rollouts, select_rows
 
 
 def three_rows(make_rollout, **fields) -> RolloutBatch:
     rows = [([1], [20, 21]), ([2, 3, 4], []), ([5, 6], [22])]
     return make_rollout(rows, offsets=[3, 1, 2], width=8, **fields)
+
+
+def test_a_completion_is_what_is_attended_from_the_boundary_on(make_rollout):
+    mask = completion_mask(three_rows(make_rollout))
+    assert mask.dtype == torch.bool
+    assert [row.nonzero()[:, 0].tolist() for row in mask] == [[4, 5], [], [4]]
 
 
 def test_selected_rows_lose_the_columns_that_are_padding_in_all_of_them(make_rollout):

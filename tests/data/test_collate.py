@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from cohobate.data import PromptRow, recorded_rollout, rollout_request, teacher_context
+from cohobate.data import PromptRow, rollout_request, teacher_context
 from cohobate.errors import DataError
 
 PAD = 9
@@ -23,13 +23,6 @@ def test_prompts_are_padded_on_the_left_also_where_they_hold_the_pad_id():
     assert request.seeds.tolist() == [7, 8]
 
 
-def test_recorded_completions_start_in_one_column_and_an_eos_that_is_the_pad_id_stays_attended():
-    rollout = recorded_rollout([row((1, 2), (7, PAD)), row((3, 4, 5), (6,))], PAD)
-    assert rollout.input_ids.tolist() == [[PAD, 1, 2, 7, PAD], [3, 4, 5, 6, PAD]]
-    assert rollout.attention_mask.tolist() == [[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]]
-    assert rollout.response_start_idx.tolist() == [3, 3]
-
-
 def test_teacher_prefixes_are_padded_on_the_right():
     context = teacher_context([(1, 2, 3), (4,)], PAD)
     assert context.input_ids.tolist() == [[1, 2, 3], [4, PAD, PAD]]
@@ -38,15 +31,12 @@ def test_teacher_prefixes_are_padded_on_the_right():
 
 def test_no_rows_make_an_empty_batch_with_one_column():
     assert rollout_request([], PAD).prompt_ids.shape == (0, 1)
-    assert recorded_rollout([], PAD).input_ids.shape == (0, 2)
     assert teacher_context([], PAD).input_ids.shape == (0, 1)
 
 
 def test_rows_that_cannot_be_collated_are_named():
     with pytest.raises(DataError, match="row 'b' has an empty prompt"):
         rollout_request([row((1,)), row((), name="b")], PAD)
-    with pytest.raises(DataError, match="row 'c' has no recorded completion"):
-        recorded_rollout([row((1,), None, name="c")], PAD)
     with pytest.raises(DataError, match="pad_token_id is None"):
         rollout_request([row((1,))], None)
     with pytest.raises(DataError, match=r"each of the 1 rows, got shape \(2,\)"):

@@ -82,9 +82,6 @@ def test_a_callable_sees_the_row_and_the_answer_and_gives_the_teachers_messages(
             {"role": "user", "content": f"{row['solution']} / you said {completion.text} in {len(completion.ids)}"}
         ]
 
-    context = PrivilegedContext(chat_tokenizer(), PrivilegedConfig(source=feedback))
-    assert context.reads_completion
-    assert not PrivilegedContext(chat_tokenizer(), PrivilegedConfig(source="solution")).reads_completion
     shown = teacher_text(student(), CompletionView(ids=(1, 2), text="41"), source=feedback)
     assert shown == chat({"role": "user", "content": "12 + 30 = 42 / you said 41 in 2"})
     hint = teacher_text(student(), source=lambda row, completion: "a hint", template="{question} {privileged}")

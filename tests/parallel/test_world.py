@@ -41,7 +41,6 @@ def test_parts_whose_text_is_not_theirs_to_keep_are_refused(part):
 
 def test_one_process_is_rank_zero_of_one():
     assert current_world() == World(rank=0, size=1)
-    assert current_world().is_main
 
 
 def test_one_process_sums_to_its_own_values():

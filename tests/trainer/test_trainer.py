@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainingArguments
 
 import tiny
 from cohobate.align.rollout import AlignedBatch
@@ -181,6 +182,81 @@ def test_ema_starts_from_the_initial_weights_and_resumes_exactly(tmp_path: Path)
         assert torch.equal(a, b)
 
 
+def test_resuming_in_the_middle_of_an_epoch_goes_on_with_its_rows_and_draws(tmp_path: Path) -> None:
+    def run(folder: Path) -> DistillationTrainer:
+        args = {"save_steps": 1, "save_strategy": "steps", "max_steps": 4, "on_policy_fraction": 0.5}
+        return trainer(folder, teacher=tiny.llama(5), args=args)
+
+    whole = run(tmp_path)
+    whole.train()
+    resumed = run(tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))  # epoch 1.5
+    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_second_training_does_not_go_on_with_the_window_of_the_first(tmp_path: Path) -> None:
+    args = {"num_iterations": 2, "max_steps": 1, "learning_rate": 3e-2}
+    objective = PolicyGradientObjective(clip_epsilon=0.05)
+    run = trainer(tmp_path, PROMPTS, teacher=tiny.llama(5), objective=objective, args=args)
+    for _ in range(2):
+        run.train()
+        ratio = next(entry["ratio/mean"] for entry in run.state.log_history if "loss" in entry)
+        assert ratio == pytest.approx(1.0, abs=1e-4)
+
+
+def test_a_run_that_stopped_at_a_nan_can_be_trained_again(tmp_path: Path) -> None:
+    run = trainer(tmp_path, teacher=tiny.llama(5), args={"max_steps": 1, "on_policy_fraction": 0.0})
+    good = run.teacher
+
+    class Broken:
+        def score(self, batch: AlignedBatch) -> HiddenScores:
+            scores = good.score(batch)
+            return HiddenScores(hidden=scores.hidden * float("nan"), head=scores.head)
+
+    run.teacher = Broken()
+    with pytest.raises(NonFiniteError):
+        run.train()
+    run.teacher = good
+    run.train()
+    assert run.state.global_step == 1
+
+
+class AveragingSGD(torch.optim.SGD):
+    """As optimizers that keep an average of the weights: it says when it is told what it is used for."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.modes: list[str] = []
+
+    def train(self) -> None:
+        self.modes.append("train")
+
+    def eval(self) -> None:
+        self.modes.append("eval")
+
+
+def test_an_optimizer_with_modes_is_told_which(tmp_path: Path) -> None:
+    model = tiny.llama(1)
+    optimizer = AveragingSGD(model.parameters())
+    args = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    parts = {"model": model, "teacher": tiny.llama(5), "eval_dataset": ROWS[:2], "optimizers": (optimizer, None)}
+    trainer(tmp_path, args=args, **parts).train()
+    assert optimizer.modes == ["train", "eval"] * 2
+
+
+def test_training_runs_under_bfloat16_autocast_and_without_clipping(tmp_path: Path) -> None:
+    plain = trainer(tmp_path / "a", teacher=tiny.llama(5), args={"max_steps": 1, "max_grad_norm": 0.0})
+    mixed = trainer(tmp_path / "b", teacher=tiny.llama(5), args={"max_steps": 1, "max_grad_norm": 0.0, "bf16": True})
+    plain.train()
+    mixed.train()
+    for name in ("loss", "grad_norm"):
+        found, wanted = (run.state.log_history[0][name] for run in (mixed, plain))
+        assert found == pytest.approx(wanted, rel=0.05)
+        assert found != wanted
+    assert next(mixed.model.parameters()).dtype == torch.float32
+
+
 def test_a_lost_teacher_state_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
     parts = {"teacher": EMATeacher(decay=0.5), "privileged": PrivilegedConfig(source="hint")}
     trainer(tmp_path, args={"save_steps": 1, "save_strategy": "steps", "max_steps": 1}, **parts).train()
@@ -270,6 +346,64 @@ def test_evaluation_is_on_policy_and_graded(tmp_path: Path) -> None:
     assert metrics["eval/completion/mean_length"] > 0
 
 
+def test_row_sets_with_names_are_evaluated_under_their_names(tmp_path: Path) -> None:
+    run = trainer(tmp_path, teacher=tiny.llama(5), eval_dataset={"few": ROWS[:2], "all": ROWS})
+    metrics = run.evaluate()
+    assert metrics["eval_few/loss"] == run.evaluate(ROWS[:2])["eval/loss"]
+    assert metrics["eval_all/loss"] == run.evaluate(ROWS)["eval/loss"]
+
+
+@pytest.mark.parametrize("name", ["eval/accuracy", "accuracy", "eval_accuracy"])
+def test_the_best_checkpoint_is_found_by_a_metric_as_it_is_logged(tmp_path: Path, name: str) -> None:
+    grades = iter([0.0] * 8 + [1.0] * 8 + [0.5] * 8)
+    args = {
+        "max_steps": 3,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": name,
+    }
+    run = trainer(tmp_path, teacher=tiny.llama(5), eval_dataset=ROWS, grader=lambda *_: next(grades), args=args)
+    run.train()
+    assert run.state.best_metric == 1.0
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+
+
+def test_a_rank_whose_rows_are_done_still_samples_and_scores_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a rank with two rows while another has four and cuts them into more micro-batches."""
+    from cohobate.trainer import evaluation, step
+
+    run = trainer(tmp_path, teacher=tiny.llama(5), eval_dataset=ROWS[:2], args={"per_device_eval_batch_size": 2})
+    alone = run.evaluate()
+    asked: list[int] = []
+    inner, score = run.rollouts.sample, run.teacher.score
+    monkeypatch.setattr(run.rollouts, "sample", lambda r, s: asked.append(len(r.prompt_ids)) or inner(r, s))
+    scored: list[int] = []
+    monkeypatch.setattr(run.teacher, "score", lambda batch: scored.append(batch.num_pairs) or score(batch))
+    monkeypatch.setattr(evaluation, "all_reduce_max", lambda value: value + 1)
+    monkeypatch.setattr(step, "all_reduce_max", lambda value: value + 1)
+    assert run.evaluate()["eval/loss"] == pytest.approx(alone["eval/loss"], rel=1e-6)
+    assert asked == [2, 0]
+    assert scored[0] > 0
+    assert scored[1:] == [0] * 3
+
+
+def test_what_was_measured_before_training_stays_in_the_metrics_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 7, "loss": 1.0}\n{"step": 8, "lo')  # an earlier run, killed while it wrote
+    run = trainer(tmp_path, teacher=tiny.llama(5), eval_dataset=ROWS, args={"max_steps": 1})
+    before = run.evaluate()["eval/loss"]
+    run.train()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[0]["step"] == 0
+    assert lines[0]["eval/loss"] == before
+    assert [line["step"] for line in lines[1:]] == [1, 1]  # the step, and the summary of the run
+
+
 def test_evaluation_of_a_recorded_method_scores_the_held_out_rows_by_the_same_counts(tmp_path: Path) -> None:
     args = {"on_policy_fraction": 0.0, "per_device_eval_batch_size": 3}
     run = trainer(tmp_path, objective=CrossEntropyObjective(), eval_dataset=ROWS, args=args)
@@ -307,6 +441,14 @@ def test_every_save_writes_a_model_card(tmp_path: Path) -> None:
         assert "LocalTeacher" in text
 
 
+def test_settings_that_cannot_be_followed_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="DistillationConfig, got TrainingArguments"):
+        DistillationTrainer(model=tiny.llama(1), args=TrainingArguments(output_dir=str(tmp_path)))  # pyright: ignore
+    monkeypatch.setattr(DistillationConfig, "n_gpu", 2)
+    with pytest.raises(ConfigError, match="one process a GPU"):
+        trainer(tmp_path, teacher=tiny.llama(5))
+
+
 @pytest.mark.parametrize(
     ("parts", "kind", "message"),
     [
@@ -317,6 +459,11 @@ def test_every_save_writes_a_model_card(tmp_path: Path) -> None:
         ({"teacher": 7}, ConfigError, "teacher must be"),
         ({"teacher": None}, ConfigError, "no teacher was given"),
         ({"teacher_init_kwargs": {"dtype": "float32"}}, ConfigError, "already there"),
+        (
+            {"teacher": "self", "teacher_processing_class": tiny.char_tokenizer()},
+            ConfigError,
+            "no effect",
+        ),
         ({"args": {"beta": 0.3}, "objective": DivergenceObjective(beta=0.1)}, ConfigError, "beta=0.3"),
     ],
 )

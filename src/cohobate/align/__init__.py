@@ -10,7 +10,7 @@ from cohobate.align.rollout import (
     RolloutRequest,
     SamplingConfig,
 )
-from cohobate.align.rollout_ops import concat_rollouts, select_rows
+from cohobate.align.rollout_ops import completion_mask, concat_rollouts, select_rows
 
 __all__ = [
     "AlignedBatch",
@@ -24,6 +24,7 @@ __all__ = [
     "align_rollout_logits",
     "aligned_batch",
     "build_opsd_training_batch",
+    "completion_mask",
     "concat_rollouts",
     "select_rows",
 ]

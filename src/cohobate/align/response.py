@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cohobate.align.rollout import RolloutBatch
+from cohobate.align.rollout_ops import completion_mask
 from cohobate.align.runs import as_int, select_positions, split_rollout
 from cohobate.errors import AlignmentError
 
@@ -149,13 +150,11 @@ class ResponseTokenBatch:
                 prompt token; the message names the row.
         """
         split_rollout(rollout)
-        ids, mask = rollout.input_ids, rollout.attention_mask
-        column = torch.arange(1, ids.shape[1], device=ids.device)
         return cls(
-            input_ids=ids,
-            attention_mask=mask,
-            target_ids=ids[:, 1:].long(),
-            response_mask=(column >= rollout.response_start_idx[:, None]) & (mask[:, 1:] != 0),
+            input_ids=rollout.input_ids,
+            attention_mask=rollout.attention_mask,
+            target_ids=rollout.input_ids[:, 1:].long(),
+            response_mask=completion_mask(rollout)[:, 1:],
         )
 
     def select_causal_logits(self, logits: Tensor) -> Tensor:

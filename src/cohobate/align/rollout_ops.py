@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cutting a rollout into micro-batches, and joining rollouts of different widths.
+"""Where completions stand in a rollout; cutting one into micro-batches, and joining rollouts of different widths.
 
 Whole columns of padding appear or vanish; the tokens of a row keep their order and their company (mask, log-probs), so
 nothing downstream can tell the difference. B rows, T columns.
@@ -13,6 +13,12 @@ from torch.nn.functional import pad
 
 from cohobate.align.rollout import RolloutBatch
 from cohobate.align.runs import check_pad_id
+
+
+def completion_mask(rollout: RolloutBatch) -> Tensor:
+    """`[B, T]` bool: the attended columns from each row's `response_start_idx` on."""
+    columns = torch.arange(rollout.input_ids.shape[1], device=rollout.input_ids.device)
+    return (rollout.attention_mask != 0) & (columns >= rollout.response_start_idx[:, None])
 
 
 def select_rows(rollout: RolloutBatch, rows: Tensor | Sequence[int]) -> RolloutBatch:

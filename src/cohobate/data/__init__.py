@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows to prompts: what a row means, chat rendering, what the teacher sees more, and collation."""
 
-from cohobate.data.collate import recorded_rollout, rollout_request, teacher_context
+from cohobate.data.collate import rollout_request, teacher_context
 from cohobate.data.draws import draw_on_policy
 from cohobate.data.load import load_rows
 from cohobate.data.privileged import DEFAULT_TEMPLATE, CompletionView, PrivilegedConfig, PrivilegedContext
@@ -22,7 +22,6 @@ __all__ = [
     "dataset_fingerprint",
     "draw_on_policy",
     "load_rows",
-    "recorded_rollout",
     "rollout_request",
     "teacher_context",
 ]

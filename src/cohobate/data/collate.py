@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cohobate.align.opsd import TeacherContext
-from cohobate.align.rollout import RolloutBatch, RolloutRequest
+from cohobate.align.rollout import RolloutRequest
 from cohobate.data.prompts import PromptRow
 from cohobate.errors import DataError
 
@@ -27,35 +27,15 @@ def rollout_request(
     Raises:
         DataError: `pad_token_id` is None, a prompt is empty, or `seeds` has another length.
     """
-    _check_prompts(rows)
+    for row in rows:
+        if not row.prompt_ids:
+            raise DataError(f"row {row.sample_id!r} has an empty prompt: nothing would predict its first token.")
     if seeds is not None and tuple(seeds.shape) != (len(rows),):
         raise DataError(
             f"seeds must hold one number for each of the {len(rows)} rows, got shape {tuple(seeds.shape)}."
         )
     ids, mask = _pad([row.prompt_ids for row in rows], pad_token_id, left=True)
     return RolloutRequest(prompt_ids=ids, prompt_attention_mask=mask, seeds=seeds)
-
-
-def recorded_rollout(rows: Sequence[PromptRow], pad_token_id: int | None) -> RolloutBatch:
-    """Prompts with their recorded completions: prompts end, and completions start, in one column; `[B, T]` int64.
-
-    Raises:
-        DataError: `pad_token_id` is None, a prompt is empty, or a row has no recorded completion (named).
-    """
-    _check_prompts(rows)
-    for row in rows:
-        if not row.completion_ids:
-            raise DataError(
-                f"row {row.sample_id!r} has no recorded completion. Give it one (`completion`, or `messages` that end "
-                "with the assistant), or sample it: on_policy_fraction=1."
-            )
-    prompt_ids, prompt_mask = _pad([row.prompt_ids for row in rows], pad_token_id, left=True)
-    ids, mask = _pad([row.completion_ids or () for row in rows], pad_token_id, left=False)
-    return RolloutBatch(
-        input_ids=torch.cat([prompt_ids, ids], dim=1),
-        attention_mask=torch.cat([prompt_mask, mask], dim=1),
-        response_start_idx=torch.full((len(rows),), prompt_ids.shape[1], dtype=torch.int64),
-    )
 
 
 def teacher_context(prefixes: Sequence[Sequence[int]], pad_token_id: int | None) -> TeacherContext:
@@ -66,12 +46,6 @@ def teacher_context(prefixes: Sequence[Sequence[int]], pad_token_id: int | None)
     """
     ids, mask = _pad(prefixes, pad_token_id, left=False)
     return TeacherContext(input_ids=ids, attention_mask=mask)
-
-
-def _check_prompts(rows: Sequence[PromptRow]) -> None:
-    for row in rows:
-        if not row.prompt_ids:
-            raise DataError(f"row {row.sample_id!r} has an empty prompt: nothing would predict its first token.")
 
 
 def _pad(rows: Sequence[Sequence[int]], pad_token_id: int | None, *, left: bool) -> tuple[Tensor, Tensor]:

@@ -67,11 +67,6 @@ class PrivilegedContext:
         own = (self.config.system_prompt, self.config.template_args, self.config.generation_prefix or None)
         self._writes_anew = any(value is not None for value in own)
 
-    @property
-    def reads_completion(self) -> bool:
-        """Whether the prefix may depend on what the student answered, so that it cannot be made before sampling."""
-        return callable(self.config.source)
-
     def __call__(self, prompt_row: PromptRow, completion: CompletionView | None = None) -> tuple[int, ...]:
         """Ids of everything that the teacher reads before the completion of this row.
 

@@ -53,10 +53,6 @@ class World:
     size: int
     group: dist.ProcessGroup | None = None  # None: the default group, or no group at all when size is 1
 
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
 
 def current_world(group: dist.ProcessGroup | None = None) -> World:
     """The world of `group` (default: all processes); rank 0 of 1 when torch.distributed is not in use."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from cohobate.errors import CohobateError, ConfigError
+from cohobate.functional.logprobs import real_vocabulary
 from cohobate.functional.scores import DenseScores, HiddenScores, OutputHead
 from cohobate.parallel.modules import eval_mode, is_sharded, unwrapped
 
@@ -108,7 +109,7 @@ def dense_pair_scores(
                 "output head, so it does more there than project position by position; it cannot be used here."
             )
         dense = logits[0]
-    return DenseScores(dense=dense if vocab_size is None else dense[:, :vocab_size])
+    return DenseScores(dense=dense if vocab_size is None else real_vocabulary(dense, vocab_size))
 
 
 def check_head(model: nn.Module, model_inputs: Mapping[str, Tensor] | None = None) -> bool:

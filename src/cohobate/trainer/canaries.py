@@ -59,7 +59,7 @@ class FiniteCheck:
         self.loss_sum = 0.0
 
 
-def teacher_notice(metrics: dict[str, float], *, vocab_size: int | None, num_steps: int) -> str | None:
+def teacher_notice(metrics: dict[str, float], *, vocab_size: int | None) -> str | None:
     """What the teacher's numbers give away, or None.
 
     A teacher without weights is uniform: its entropy is ln V, and a loss of about ln 2 looks normal. A teacher that
@@ -73,7 +73,7 @@ def teacher_notice(metrics: dict[str, float], *, vocab_size: int | None, num_ste
         )
     if metrics.get("kl/reverse") == 0.0 and metrics.get("kl/forward") == 0.0:
         return (
-            f"teacher equals student: both KL are exactly 0 over {num_steps} step(s), so there is nothing to learn."
+            "teacher equals student: both KL are exactly 0 at every pair, so there is nothing to learn."
             " A same-weights teacher needs a privileged context, an adapter, or other weights."
         )
     return None

@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from cohobate.trainer.files import written_whole
+
 PAPERS: dict[str, tuple[str, str]] = {
     "gkd": ("On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes", "2306.13649"),
     "opd": ("On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes", "2306.13649"),
@@ -82,7 +84,8 @@ def versions() -> dict[str, str]:
 
 
 def write_model_card(folder: str | Path, text: str) -> None:
-    Path(folder, "README.md").write_text(text, encoding="utf-8")
+    with written_whole(Path(folder, "README.md")) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def _cell(value: Any) -> str:

@@ -67,6 +67,9 @@ class DistillationConfig(TrainingArguments):
                 f"temperature={self.temperature} could mean two things. Use sampling_temperature (how rollouts are"
                 " drawn) or distill_temperature (what divides both sides' logits in the loss)."
             )
+        best = self.metric_for_best_model
+        if best is not None and best.startswith("eval/"):  # as it is logged; transformers puts `eval_` before names
+            self.metric_for_best_model = best.removeprefix("eval/")
         if self.lmbda is None:
             return
         if self.on_policy_fraction != 1.0:

@@ -2,7 +2,8 @@
 """Evaluation as the student will be used: on its own completions, graded if there is a grader.
 
 A method that trains on recorded completions alone is evaluated on recorded ones, by the same objective and the same
-counts, without generation. Rows are dealt to ranks by index, so every row counts once, however many ranks there are.
+counts, without generation. Rows are dealt to ranks by index, so every row counts once, however many ranks there are;
+a rank whose rows are done goes on without any, because under sharded weights sampling and scoring are collectives.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +13,9 @@ from typing import Any
 from cohobate.align.rollout import AlignedBatch, SamplingConfig
 from cohobate.data import PromptRow
 from cohobate.objectives import ObjectiveOutput
-from cohobate.parallel.world import current_world
+from cohobate.parallel.world import all_reduce_max, current_world
 from cohobate.trainer.metrics import MetricSums, add_rollout_metrics
-from cohobate.trainer.step import RolledOut, StepAssembler, completion_ids
+from cohobate.trainer.step import RolledOut, StepAssembler, completion_ids, in_step
 
 Grader = Callable[[Mapping[str, Any], str], float]
 
@@ -41,9 +42,9 @@ class Evaluation:
     def __call__(self, rows: Sequence[PromptRow]) -> dict[str, float]:
         """Metrics over the rows of all ranks; `rows` are this rank's. Every rank must call it."""
         sums, terms = MetricSums(), MetricSums()
-        for start in range(0, len(rows), self.batch_size):
+        for i in range(all_reduce_max(-(-len(rows) // self.batch_size))):
             rolled = self.assembler.roll_out(
-                rows[start : start + self.batch_size],
+                rows[i * self.batch_size : (i + 1) * self.batch_size],
                 sampling=self.sampling,
                 epoch=0,
                 purpose="evaluation",
@@ -60,7 +61,7 @@ class Evaluation:
             if self.grader is not None:
                 self._grade(sums, rolled, self.grader)
             if self.score is not None:
-                for batch in self.assembler.align(rolled):
+                for batch in in_step(self.assembler.align(rolled), pad_token_id=self.assembler.pad_token_id):
                     self._add(batch, self.score(batch), sums, terms)
         result = sums.reduce()
         parts = terms.reduce()

@@ -16,9 +16,11 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from cohobate.align.rollout import AlignedBatch, RolloutBatch
+from cohobate.align.rollout_ops import completion_mask
 from cohobate.objectives import Metric, ObjectiveOutput
 from cohobate.parallel.gather import all_reduce_largest, union_of_names
 from cohobate.parallel.world import all_reduce_sum
+from cohobate.trainer.files import written_whole
 from cohobate.trainer.step import RolledOut, completion_ids
 
 
@@ -94,30 +96,34 @@ def add_rollout_metrics(
 ) -> None:
     """Completion lengths and how they ended, sampled and recorded rows apart. All names appear on every rank."""
     columns = torch.arange(rollout.input_ids.shape[1], device=rollout.input_ids.device)
-    attended = rollout.attention_mask.bool()
-    in_completion = attended & (columns[None, :] >= rollout.response_start_idx[:, None])
-    lengths = in_completion.sum(1)
-    last = torch.where(attended, columns[None, :], -1).amax(1).clamp(min=0)
+    chosen = completion_mask(rollout)
+    lengths = chosen.sum(1)
+    last = torch.where(chosen, columns, 0).amax(1)
     last_ids = rollout.input_ids.gather(1, last[:, None]).squeeze(1)
     ended = (lengths > 0) & torch.isin(last_ids, torch.tensor(eos_token_ids, device=last_ids.device))
     sums.add("rows/without_pair", (lengths == 0).sum(), lengths.numel())
     sums.add("rows/pairs", lengths.sum(), lengths.numel())  # mean pairs of a row
     for prefix, rows in (("completion/", is_sampled), ("completion/recorded_", ~is_sampled)):
-        chosen, stopped = lengths[rows], ended[rows]
-        sums.add(f"{prefix}mean_length", chosen.sum(), chosen.numel())
-        sums.maximum(f"{prefix}max_length", float(chosen.max()) if chosen.numel() else float("-inf"))
-        sums.maximum(f"{prefix}min_length", -float(chosen.min()) if chosen.numel() else float("-inf"))
+        some, stopped = lengths[rows], ended[rows]
+        sums.add(f"{prefix}mean_length", some.sum(), some.numel())
+        sums.maximum(f"{prefix}max_length", float(some.max()) if some.numel() else float("-inf"))
+        sums.maximum(f"{prefix}min_length", -float(some.min()) if some.numel() else float("-inf"))
         sums.add(f"{prefix}eos_share", stopped.sum(), stopped.numel())
-        sums.add(f"{prefix}mean_terminated_length", chosen[stopped].sum(), stopped.sum())
+        sums.add(f"{prefix}mean_terminated_length", some[stopped].sum(), stopped.sum())
     cut = ~ended[is_sampled] & (lengths[is_sampled] >= max_new_tokens)
     sums.add("completion/truncated_share", cut.sum(), cut.numel())
 
 
 class MetricsFile(TrainerCallback):
-    """Appends every log to `metrics.jsonl`; on resume, lines of steps that are trained again are dropped first."""
+    """Appends every log to `metrics.jsonl`.
+
+    When training begins, lines that would come twice are dropped: on resume, of the steps that are trained again; else
+    everything an earlier run left, but not what this trainer has evaluated before.
+    """
 
     def __init__(self, folder: str) -> None:
         self.path = Path(folder) / "metrics.jsonl"
+        self._earlier: int | None = None  # lines that stood there before the first of ours
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -125,11 +131,12 @@ class MetricsFile(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept: list[str] = []
-        if state.global_step > 0 and self.path.exists():
-            lines = self.path.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
-        self.path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        lines = self._lines()
+        if state.global_step == 0:
+            lines = [] if self._earlier is None else lines[self._earlier :]
+            self._earlier = 0
+        kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
+        self._keep(kept)
 
     def on_log(
         self,
@@ -141,9 +148,22 @@ class MetricsFile(TrainerCallback):
     ) -> None:
         if not state.is_world_process_zero or not logs:
             return
+        if self._earlier is None:
+            lines = self._lines()
+            self._keep(lines)
+            self._earlier = len(lines)
         line = {"step": state.global_step, "epoch": state.epoch, **logs}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+    def _lines(self) -> list[str]:
+        """The whole lines; a last one without its end is what a killed process left."""
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        return text[: text.rfind("\n") + 1].splitlines()
+
+    def _keep(self, lines: list[str]) -> None:
+        with written_whole(self.path) as temporary:
+            temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
 def completion_columns(rolled: RolledOut, decode: Callable[..., str], *, step: int) -> dict[str, list[Any]]:
@@ -165,4 +185,5 @@ def write_completions(path: Path, columns: dict[str, list[Any]]) -> None:
     import pyarrow.parquet
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    with written_whole(path) as temporary:
+        pyarrow.parquet.write_table(pyarrow.table(columns), temporary)

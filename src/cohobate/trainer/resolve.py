@@ -3,15 +3,16 @@
 
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.utils import logging
 
-from cohobate.data import PromptEncoder, PromptRow
+from cohobate.data import PromptConfig, PromptEncoder, PromptRow
 from cohobate.errors import ConfigError, DataError, MissingExtra
-from cohobate.objectives import Objective
+from cohobate.objectives import DivergenceObjective, Objective
 from cohobate.teachers import (
     AdapterOffTeacher,
     FrozenTeacher,
@@ -40,12 +41,29 @@ class Rows:
         return self.rows[index]
 
 
+def settings(args: Any) -> DistillationConfig:
+    """The settings, refused where they could not be followed."""
+    args = DistillationConfig() if args is None else args
+    if not isinstance(args, DistillationConfig):
+        raise ConfigError(
+            f"args must be a DistillationConfig, got {type(args).__name__}; it takes every argument of "
+            "TrainingArguments."
+        )
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"this one process sees {args.n_gpu} GPUs, over which transformers would spread each batch by threads: not"
+            " supported. Start one process a GPU (torchrun --nproc-per-node, accelerate launch), or show one of"
+            " them: CUDA_VISIBLE_DEVICES=0."
+        )
+    return args
+
+
 def student(
-    model: nn.Module | str, tokenizer: Any, peft_config: Any, init_kwargs: Mapping[str, Any] | None
+    model: nn.Module | str | Path, tokenizer: Any, peft_config: Any, init_kwargs: Mapping[str, Any] | None
 ) -> tuple[nn.Module, Any]:
     """The student and its tokenizer; a path is loaded, an adapter put on."""
-    if isinstance(model, str) and tokenizer is None:
-        tokenizer = load_tokenizer(model)
+    if isinstance(model, str | Path) and tokenizer is None:
+        tokenizer = _its_tokenizer(model, init_kwargs)
     model = resolve_model(model, init_kwargs, role="student")
     if tokenizer is None:
         raise ConfigError("processing_class is missing: pass the student's tokenizer.")
@@ -56,6 +74,34 @@ def student(
     except ImportError as error:
         raise MissingExtra("peft_config needs the package peft: pip install 'cohobate[peft]'.") from error
     return get_peft_model(model, peft_config), tokenizer  # pyright: ignore[reportArgumentType]
+
+
+def objective(given: Objective | None, args: DistillationConfig) -> Objective:
+    """The objective; the default one is what `beta` and `distill_temperature` configure."""
+    if given is None:
+        return DivergenceObjective(beta=args.beta, temperature=args.distill_temperature)
+    fields = DistillationConfig.__dataclass_fields__
+    for name in ("beta", "distill_temperature"):
+        if getattr(args, name) != fields[name].default:
+            raise ConfigError(
+                f"{name}={getattr(args, name)} configures the default objective, but objective="
+                f"{type(given).__name__} was given too. Set it on the objective and leave it out of the config."
+            )
+    return given
+
+
+def prompt_config(prompts: PromptConfig | None, args: DistillationConfig) -> PromptConfig:
+    """How rows become prompts, with the `max_prompt_length` of either place."""
+    if prompts is None:
+        return PromptConfig(max_prompt_length=args.max_prompt_length)
+    if args.max_prompt_length is None or args.max_prompt_length == prompts.max_prompt_length:
+        return prompts
+    if prompts.max_prompt_length is None:
+        return replace(prompts, max_prompt_length=args.max_prompt_length)
+    raise ConfigError(
+        f"max_prompt_length is {args.max_prompt_length} in the config and {prompts.max_prompt_length} in prompts; set"
+        " one of them."
+    )
 
 
 def training_rows(dataset: Any, encoder: PromptEncoder, *, rows_per_step: int) -> Rows | None:
@@ -99,10 +145,16 @@ def _check_sized(dataset: Any, name: str) -> None:
         raise DataError(f"{name} is empty: there is no row to work on. Check the path, the split and the filters.")
 
 
+def _its_tokenizer(path: str | Path, init_kwargs: Mapping[str, Any] | None) -> Any:
+    """The tokenizer beside a model, of the same revision."""
+    shared = {n: v for n, v in (init_kwargs or {}).items() if n in ("revision", "trust_remote_code") and v is not None}
+    return load_tokenizer(path, **shared)
+
+
 def loaded_teacher(given: Any, init_kwargs: Mapping[str, Any] | None) -> tuple[Any, Any]:
     """A teacher that was named by its path, loaded with its tokenizer; anything else as it is, without."""
-    if isinstance(given, str) and given != "self":
-        return resolve_model(given, init_kwargs, role="teacher"), load_tokenizer(given)
+    if isinstance(given, str | Path) and given != "self":
+        return resolve_model(given, init_kwargs, role="teacher"), _its_tokenizer(given, init_kwargs)
     if init_kwargs:
         raise ConfigError(
             f"teacher_init_kwargs={dict(init_kwargs)} would have no effect: {type(given).__name__} is already there."
@@ -121,6 +173,13 @@ def teacher(
     device: torch.device,
 ) -> tuple[Any, int | None]:
     """The teacher, and the number of shared real ids when two heads must be cut to them (else None)."""
+    made_here = given is None or given == "self" or (hasattr(given, "build") and not hasattr(given, "score"))
+    if made_here and teacher_tokenizer is not None:
+        named = given if isinstance(given, str) else type(given).__name__
+        raise ConfigError(
+            f"teacher_processing_class would have no effect beside teacher={named}, which has no tokenizer of its own."
+            " Leave it out, or pass the teacher that it belongs to."
+        )
     if given is None:
         return None, None
     if given == "self":
@@ -133,7 +192,7 @@ def teacher(
             check_config_vocab_size(student_model.config, given.config)
             vocab_size = _real_ids(student_model, tokenizer)
             return LocalTeacher(given, vocab_size=vocab_size, device=device), vocab_size
-        widths = {"student_width": _head_width(student_model), "teacher_width": _head_width(given)}
+        widths = {"student_width": head_width(student_model), "teacher_width": head_width(given)}
         vocab_size = _proven_vocabulary(tokenizer, teacher_tokenizer, recorded_text=recorded_text, **widths)
         return LocalTeacher(given, vocab_size=vocab_size, device=device), vocab_size
     if hasattr(given, "score"):
@@ -154,13 +213,15 @@ def _proven_vocabulary(tokenizer: Any, teacher_tokenizer: Any, **options: Any) -
 
 def _real_ids(model: nn.Module, tokenizer: Any) -> int | None:
     """The number of ids that stand for a token, where the head is padded beyond them; else None, nothing to cut."""
-    real, width = real_vocab_size(tokenizer), _head_width(model)
+    real, width = real_vocab_size(tokenizer), head_width(model)
     return real if width is not None and width > real else None
 
 
-def _head_width(model: nn.Module) -> int | None:
-    weight = getattr(model.get_output_embeddings(), "weight", None)  # pyright: ignore[reportCallIssue]
-    return None if weight is None else weight.shape[0]
+def head_width(model: nn.Module) -> int | None:
+    """The ids that the output head predicts, padding included; None for a model without one."""
+    head = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    weight = getattr(head, "weight", None)
+    return getattr(head, "out_features", None if weight is None else weight.shape[0])
 
 
 def check_importance_ratio(objective: Objective, args: DistillationConfig) -> None:

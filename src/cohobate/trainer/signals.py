@@ -35,7 +35,9 @@ class GracefulStop(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if threading.current_thread() is threading.main_thread():
+        self.received = None
+        # Where an earlier training ended in an error its handlers are still ours, and must not become their own past.
+        if not self._previous and threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._on_signal)
 

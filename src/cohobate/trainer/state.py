@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of a checkpoint that transformers does not know: what a teacher carries, and rollouts still to be reused.
 
-safetensors for tensors, JSON for the rest; written under a temporary name and renamed, so a reader never sees half a
-file.
+safetensors for tensors, JSON in their headers for the rest.
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -18,25 +16,33 @@ from torch import Tensor
 
 from cohobate.align.rollout import AlignedBatch, AlignedSide
 from cohobate.errors import ConfigError
+from cohobate.parallel.world import World
+from cohobate.trainer.files import written_whole
 from cohobate.trainer.step import Window
 
 FORMAT = 1
 Held = tuple[Window, int] | None
 
 
-def save_state(folder: Path, *, teacher: Any, held: Held, rank: int) -> None:
+def save_state(folder: Path, *, teacher: Any, held: Held, world: World) -> None:
     """Write the teacher's state (rank 0) and this rank's held window into a checkpoint folder."""
     state_dict = getattr(teacher, "state_dict", None)
-    if rank == 0 and state_dict is not None:
+    if world.rank == 0 and state_dict is not None:
         write_tensors(folder / "teacher_state.safetensors", state_dict(), {"format": FORMAT})
-    if held is not None:
-        window, uses = held
-        tensors, header = _pack_window(window)
-        write_tensors(folder / f"rollout_window_rank{rank}.safetensors", tensors, {**header, "uses": uses})
+    path = _window_path(folder, world.rank)
+    if held is None:
+        path.unlink(missing_ok=True)  # of an earlier run that saved into the same folder
+        return
+    window, uses = held
+    tensors, header = _pack_window(window)
+    write_tensors(path, tensors, {**header, "uses": uses, "num_ranks": world.size})
 
 
-def load_state(folder: Path, *, teacher: Any, rank: int) -> Held:
-    """Restore what `save_state` wrote; a teacher with state that finds none is an error, not a fresh start."""
+def load_state(folder: Path, *, teacher: Any, world: World) -> Held:
+    """Restore what `save_state` wrote; a teacher with state that finds none is an error, not a fresh start.
+
+    Raises `ConfigError` for that, and on every rank for a window that was dealt to another number of ranks.
+    """
     load = getattr(teacher, "load_state_dict", None)
     if load is not None:
         path = folder / "teacher_state.safetensors"
@@ -46,22 +52,28 @@ def load_state(folder: Path, *, teacher: Any, rank: int) -> Held:
                 " would restart the teacher. Resume from a checkpoint of the same recipe."
             )
         load(read_tensors(path)[0])
-    path = folder / f"rollout_window_rank{rank}.safetensors"
-    if not path.exists():
+    found = [path for rank in (world.rank, 0) if (path := _window_path(folder, rank)).exists()]
+    if not found:
         return None
-    tensors, header = read_tensors(path)
+    tensors, header = read_tensors(found[0])
+    if header["num_ranks"] != world.size:
+        raise ConfigError(
+            f"{folder.name} holds rollouts that {header['num_ranks']} processes were still to train on, and there are "
+            f"{world.size} now. Resume with {header['num_ranks']}, or from a checkpoint at the end of a window."
+        )
     return _unpack_window(tensors, header), int(header["uses"])
 
 
+def _window_path(folder: Path, rank: int) -> Path:
+    return folder / f"rollout_window_rank{rank}.safetensors"
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
-    """One safetensors file with a JSON header: temporary name, fsync, rename."""
-    folder = path.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{path.name}.{os.getpid()}.tmp"
-    save_file({k: v.contiguous() for k, v in tensors.items()}, temporary, metadata={"cohobate": json.dumps(header)})
-    with temporary.open("rb+") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    """One safetensors file with a JSON header."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plain = {k: v.contiguous() for k, v in tensors.items()}
+    with written_whole(path) as temporary:
+        save_file(plain, temporary, metadata={"cohobate": json.dumps(header)})
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

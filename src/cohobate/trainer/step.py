@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cohobate.align import aligned_batch, build_opsd_training_batch
 from cohobate.align.rollout import AlignedBatch, AlignedSide, RolloutBatch, SamplingConfig
-from cohobate.align.rollout_ops import select_rows
+from cohobate.align.rollout_ops import completion_mask, select_rows
 from cohobate.data import (
     CompletionView,
     PrivilegedContext,
@@ -25,7 +25,8 @@ from cohobate.data import (
     rollout_request,
     teacher_context,
 )
-from cohobate.parallel.world import keyed_seed
+from cohobate.objectives import Objective
+from cohobate.parallel.world import all_reduce_max, keyed_seed
 from cohobate.rollouts import MixedRollouts, RolloutSource
 
 
@@ -47,6 +48,17 @@ class Window:
 
     def micro_batches(self) -> list[AlignedBatch]:
         return [batch for group in self.groups for batch in group]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepGroup:
+    """What transformers passes to one `training_step`: consecutive micro-batches and the objective of this step."""
+
+    batches: tuple[AlignedBatch, ...]
+    objective: Objective
+
+    def num_tokens(self) -> int:
+        return sum(batch.student.model_inputs["input_ids"].numel() for batch in self.batches)
 
 
 def plan_micro_batches(
@@ -95,6 +107,12 @@ def without_pairs(token_id: int) -> AlignedBatch:
     )
 
 
+def in_step(batches: Sequence[AlignedBatch], *, pad_token_id: int, at_least: int = 1) -> list[AlignedBatch]:
+    """As many micro-batches as the rank with the most has: forward passes may be collectives. Every rank calls it."""
+    wanted = all_reduce_max(max(len(batches), at_least))
+    return [*batches, *[without_pairs(pad_token_id)] * (wanted - len(batches))]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAssembler:
     """Makes windows. Holds the parts that a step needs before any scoring; keeps nothing between calls."""
@@ -124,7 +142,7 @@ class StepAssembler:
             for row in rows
         ]
         is_sampled = torch.tensor(chosen, dtype=torch.bool)
-        seeds = torch.tensor([keyed_seed(self.seed, purpose, epoch, row.sample_id) for row in rows])
+        seeds = torch.tensor([keyed_seed(self.seed, purpose, epoch, row.sample_id) for row in rows], dtype=torch.int64)
         source = MixedRollouts(
             self.rollouts,
             is_sampled=is_sampled,
@@ -173,6 +191,5 @@ class StepAssembler:
 
 def completion_ids(rollout: RolloutBatch) -> list[tuple[int, ...]]:
     """The attended completion tokens of each row."""
-    columns = torch.arange(rollout.input_ids.shape[1])
-    completion = rollout.attention_mask.bool() & (columns[None, :] >= rollout.response_start_idx[:, None])
-    return [tuple(ids[mask].tolist()) for ids, mask in zip(rollout.input_ids, completion, strict=True)]
+    chosen = completion_mask(rollout)
+    return [tuple(ids[mask].tolist()) for ids, mask in zip(rollout.input_ids, chosen, strict=True)]

@@ -8,8 +8,8 @@ transformers keeps what it does well: devices, wrapping, optimizers, schedules, 
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ from cohobate.data import PrivilegedContext, PromptConfig, PromptEncoder
 from cohobate.errors import ConfigError
 from cohobate.functional.reduce import divide_by_count
 from cohobate.functional.scores import DenseScores, HiddenScores, TeacherScores
-from cohobate.objectives import DivergenceObjective, Objective, ObjectiveOutput, check_accepts
+from cohobate.objectives import Objective, ObjectiveOutput, check_accepts, for_step
 from cohobate.parallel.gather import gather_rows
 from cohobate.parallel.modules import eval_mode
-from cohobate.parallel.world import all_reduce_max, all_reduce_sum, any_rank, current_world
+from cohobate.parallel.world import all_reduce_sum, any_rank, current_world
 from cohobate.rollouts import LocalRollouts, RolloutSource
 from cohobate.teachers import check_head, dense_pair_scores, pair_scores
 from cohobate.trainer import resolve
@@ -44,20 +44,9 @@ from cohobate.trainer.metrics import (
 from cohobate.trainer.sampler import WindowSampler
 from cohobate.trainer.signals import GracefulStop
 from cohobate.trainer.state import load_state, save_state
-from cohobate.trainer.step import StepAssembler, Window, spread, without_pairs
+from cohobate.trainer.step import StepAssembler, StepGroup, Window, in_step, spread
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepGroup:
-    """What transformers passes to one `training_step`: consecutive micro-batches and the objective of this step."""
-
-    batches: tuple[AlignedBatch, ...]
-    objective: Objective
-
-    def num_tokens(self) -> int:
-        return sum(batch.student.model_inputs["input_ids"].numel() for batch in self.batches)
 
 
 class DistillationTrainer(Trainer):
@@ -90,10 +79,11 @@ class DistillationTrainer(Trainer):
     train_dataset: Any
     eval_dataset: Any
     processing_class: Any
+    optimizer: Any
 
     def __init__(
         self,
-        model: nn.Module | str,
+        model: nn.Module | str | Path,
         teacher: Any = None,
         args: DistillationConfig | None = None,
         train_dataset: Any = None,
@@ -113,10 +103,10 @@ class DistillationTrainer(Trainer):
         teacher_init_kwargs: Mapping[str, Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
     ) -> None:
-        args = DistillationConfig() if args is None else args
+        args = resolve.settings(args)
         student, tokenizer = resolve.student(model, processing_class, peft_config, model_init_kwargs)
-        self.objective = _objective(objective, args)
-        self._encoder = PromptEncoder(tokenizer, _prompt_config(prompts, args))
+        self.objective = resolve.objective(objective, args)
+        self._encoder = PromptEncoder(tokenizer, resolve.prompt_config(prompts, args))
         train_rows = resolve.training_rows(train_dataset, self._encoder, rows_per_step=_rows_per_step(args))
         super().__init__(
             model=student,
@@ -191,7 +181,9 @@ class DistillationTrainer(Trainer):
         own = _summed([self.objective.counts(batch) for batch in micro])
         totals = all_reduce_sum({**own, "stop requested": float(self._signal_received())})
         self._stop_requested = totals.pop("stop requested") > 0
-        objective = self._step_objective(micro)
+        # One that must see the whole step first (token selection) scores it here.
+        scored = (self._scores(self.model_wrapped, batch) for batch in micro)
+        objective = for_step(self.objective, scored, join_ranks=gather_rows)
         return [StepGroup(batches=group, objective=objective) for group in window.groups], totals
 
     def _window(self, rows: Sequence[Any], *, num_groups: int) -> Window:
@@ -211,9 +203,8 @@ class DistillationTrainer(Trainer):
             eos_token_ids=self.eos_token_ids,
             max_new_tokens=self.args.max_completion_length,
         )
-        micro = self._assembler.align(rolled)
-        wanted = all_reduce_max(max(len(micro), num_groups))
-        micro += [without_pairs(self._assembler.pad_token_id)] * (wanted - len(micro))
+        pad = self._assembler.pad_token_id
+        micro = in_step(self._assembler.align(rolled), pad_token_id=pad, at_least=num_groups)
         window = Window(groups=spread(micro, num_groups))
         if self.args.num_iterations > 1:
             self._held = (window, self.args.num_iterations - 1)
@@ -223,22 +214,11 @@ class DistillationTrainer(Trainer):
             write_completions(Path(str(self.args.output_dir), "completions", name), columns)
         return window
 
-    def _step_objective(self, micro: Sequence[AlignedBatch]) -> Objective:
-        """The objective of this step; one that must see the whole step first (token selection) measures it here."""
-        measure: Callable[..., Tensor] | None = getattr(self.objective, "measure", None)
-        if measure is None:
-            return self.objective
-        with torch.no_grad():
-            found = []
-            for batch in micro:
-                student, teacher, moved = self._scores(self.model_wrapped, batch)
-                found.append(measure(student, teacher, moved))
-        return self.objective.prepared(gather_rows(torch.cat(found)))  # pyright: ignore[reportAttributeAccessIssue]
-
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of one group; returns its share of the global loss times the number of ranks."""
         assert isinstance(inputs, StepGroup)
         model.train()
+        self.optimizer.train()  # an optimizer that averages weights trains others than it evaluates
         total = torch.zeros((), device=self.args.device)
         for i, batch in enumerate(inputs.batches):
             last = i == len(inputs.batches) - 1
@@ -287,19 +267,16 @@ class DistillationTrainer(Trainer):
         if "loss" in logs:
             metrics = self._sums.reduce()
             logs = {**logs, **metrics}
-            num_steps = int(self.args.logging_steps)
-            notice = teacher_notice(metrics, vocab_size=self._head_width(), num_steps=num_steps)
-            warn_once(self._said, notice)
+            width = self.vocab_size or resolve.head_width(self.accelerator.unwrap_model(self.model))
+            warn_once(self._said, teacher_notice(metrics, vocab_size=width))
         super().log(logs, start_time)
-
-    def _head_width(self) -> int | None:
-        head = self.accelerator.unwrap_model(self.model).get_output_embeddings()
-        return self.vocab_size or getattr(head, "out_features", None)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Metrics under `eval/…` (`eval/accuracy`, `eval/loss`, …); `eval_loss` for transformers' best-model logic.
+        """Metrics under `eval/…` (`eval/accuracy`, `eval/loss`, …), of several row sets under `eval_<name>/…`.
+
+        The loss and `metric_for_best_model` are also there as transformers looks for them, `eval_<metric>`.
 
         On-policy methods sample a completion for every row; with `on_policy_fraction=0` the recorded ones are scored,
         and completions are sampled only for a grader.
@@ -312,14 +289,17 @@ class DistillationTrainer(Trainer):
             for name, rows in given.items():
                 result |= self.evaluate(rows, ignore_keys, f"{metric_key_prefix}_{name}")
             return result
+        if self.optimizer is not None and hasattr(self.optimizer, "eval"):
+            self.optimizer.eval()
         rows = [given[i] for i in my_rows(len(given))]
         recorded = self.args.on_policy_fraction == 0 and all(row.completion_ids is not None for row in given.rows)
         found = self._evaluation(recorded=recorded, score=True, grader=None if recorded else self.grader)(rows)
         if recorded and self.grader is not None:  # a grade needs an answer of the student's own
             found |= self._evaluation(recorded=False, score=False, grader=self.grader)(rows)
         metrics = {f"{metric_key_prefix}/{name}": value for name, value in found.items()}
-        if "loss" in found:
-            metrics[f"{metric_key_prefix}_loss"] = found["loss"]
+        for name in ("loss", (self.args.metric_for_best_model or "loss").removeprefix("eval_")):
+            if name in found:
+                metrics[f"{metric_key_prefix}_{name}"] = found[name]
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -357,11 +337,19 @@ class DistillationTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
-        save_state(folder, teacher=self.teacher, held=self._held, rank=current_world().rank)
+        save_state(folder, teacher=self.teacher, held=self._held, world=current_world())
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._held = load_state(Path(resume_from_checkpoint), teacher=self.teacher, rank=current_world().rank)
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Every resumed training comes through here, whatever loaded its weights (transformers or DeepSpeed)."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._held = load_state(Path(checkpoint), teacher=self.teacher, world=current_world())
+
+    def _forget(self, *, resumed: bool) -> None:
+        """Drop what an earlier `train()` of this object left behind, also one that ended in an error."""
+        self._sums, self._finite, self._stop_requested = MetricSums(), FiniteCheck(), False
+        if not resumed:
+            self._held = None
 
     # ---- what transformers asks of its inputs -----------------------------------------------------------------------
 
@@ -384,7 +372,11 @@ class _TrainerHooks(TrainerCallback):
     def __init__(self, trainer: DistillationTrainer) -> None:
         self._trainer = trainer
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._forget(resumed=state.global_step > 0)
+
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The data loader sets it too, but not through the shards of a resumed epoch on several ranks.
         self._trainer._sampler.set_epoch(int(state.epoch or 0))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -396,32 +388,6 @@ class _TrainerHooks(TrainerCallback):
         if self._trainer._stop_requested:
             control.should_training_stop = control.should_save = True
         return control
-
-
-def _objective(objective: Objective | None, args: DistillationConfig) -> Objective:
-    if objective is None:
-        return DivergenceObjective(beta=args.beta, temperature=args.distill_temperature)
-    fields = DistillationConfig.__dataclass_fields__
-    for name in ("beta", "distill_temperature"):
-        if getattr(args, name) != fields[name].default:
-            raise ConfigError(
-                f"{name}={getattr(args, name)} configures the default objective, but objective="
-                f"{type(objective).__name__} was given too. Set it on the objective and leave it out of the config."
-            )
-    return objective
-
-
-def _prompt_config(prompts: PromptConfig | None, args: DistillationConfig) -> PromptConfig:
-    if prompts is None:
-        return PromptConfig(max_prompt_length=args.max_prompt_length)
-    if args.max_prompt_length is None or args.max_prompt_length == prompts.max_prompt_length:
-        return prompts
-    if prompts.max_prompt_length is None:
-        return replace(prompts, max_prompt_length=args.max_prompt_length)
-    raise ConfigError(
-        f"max_prompt_length is {args.max_prompt_length} in the config and {prompts.max_prompt_length} in prompts; set"
-        " one of them."
-    )
 
 
 def _rows_per_step(args: DistillationConfig) -> int:
