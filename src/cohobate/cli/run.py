@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training run as the command sees it: what is said first, what a signal does, what is left in the folder."""
+
+import math
+import signal
+import sys
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from transformers import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import logging
+
+from cohobate.cli.build import build_trainer
+from cohobate.cli.evaluate import write_json
+from cohobate.cli.progress import EVALUATION, RunProgress, duration, numbers
+from cohobate.cli.recipe import LoadedRecipe
+from cohobate.trainer.signals import GracefulStop
+from cohobate.trainer.trainer import DistillationTrainer
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint in an output folder."""
+    found = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    return None if found is None else Path(found)
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """One run of a recipe in this process."""
+
+    loaded: LoadedRecipe
+    trainer: DistillationTrainer
+    stop: GracefulStop
+    progress: RunProgress
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.loaded.recipe.output_dir)
+
+    def say(self, text: str) -> None:
+        """Print on the first process only."""
+        if self.trainer.is_world_process_zero():
+            print(text, flush=True)
+
+    def headline(self) -> str:
+        """Who learns from whom on what, before it costs anything."""
+        recipe, trainer = self.loaded.recipe, self.trainer
+        rows, held_out = cast(Any, trainer.train_dataset), cast(Any, trainer.eval_dataset)
+        kind = "none" if recipe.teacher is None else recipe.teacher.kind
+        named = getattr(recipe.teacher, "model", None)
+        parameters: Any = trainer.model.parameters() if trainer.model is not None else ()
+        sizes = [(p.numel(), p.requires_grad) for p in parameters]
+        total, trained = sum(n for n, _ in sizes), sum(n for n, grad in sizes if grad)
+        part = "" if trained == total else f", {_millions(trained)} of them trained"
+        lines = [
+            f"method    {recipe.method}",
+            f"student   {recipe.student.model} ({_millions(total)} parameters{part})",
+            f"teacher   {f'{named} ({kind})' if named else kind}",
+            f"rows      {len(rows)} to train on" + ("" if held_out is None else f", {len(held_out)} held out"),
+            f"output    {recipe.output_dir}",
+        ]
+        return "\n".join(lines)
+
+    def train(self, checkpoint: Path | None) -> int | None:
+        """Train to the end or to a signal; returns the signal's number."""
+        if self.trainer.is_world_process_zero():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "recipe.yaml").write_text(self.loaded.text, encoding="utf-8")
+        try:
+            self.trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        except KeyboardInterrupt:  # a second signal, or one before the first step
+            return self.stop.received or signal.SIGINT
+        finally:
+            self.progress.close()
+            self.stop.restore()
+        stopped_elsewhere = signal.SIGTERM if self.trainer._stop_requested else None  # another rank had the signal
+        return self.stop.received or stopped_elsewhere
+
+    def finish(self) -> str:
+        """Save the model, evaluate it, and say what came out."""
+        trainer, recipe = self.trainer, self.loaded.recipe
+        trainer.save_model()
+        history = [entry for entry in trainer.state.log_history if any(name.startswith("eval/") for name in entry)]
+        measured = bool(history) and history[-1]["step"] == trainer.state.global_step
+        if trainer.eval_dataset is not None and recipe.eval.after and not measured:
+            history.append(trainer.evaluate() | {"step": trainer.state.global_step})
+        evaluations = [_numbers_only(entry) for entry in history]
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        if trainer.is_world_process_zero():
+            write_json(
+                self.folder / "result.json",
+                {
+                    "method": recipe.method,
+                    "steps": trainer.state.global_step,
+                    "seconds": round(time.monotonic() - self.started, 1),
+                    "last_loss": losses[-1] if losses else None,
+                    "evaluations": evaluations,
+                },
+            )
+        lines = [f"done: {trainer.state.global_step} steps in {duration(time.monotonic() - self.started)}"]
+        if evaluations:
+            first, last = evaluations[0], evaluations[-1]
+            lines += [f"before    {numbers(first, EVALUATION)}"] if first["step"] == 0 else []
+            lines += [f"after     {numbers(last, EVALUATION)}"] if last["step"] > 0 else []
+        lines.append(f"saved     {self.folder} (model, README.md, metrics.jsonl, recipe.yaml, result.json)")
+        return "\n".join(lines)
+
+
+def build_run(loaded: LoadedRecipe, *, resume: bool = False) -> Run:
+    """The run of a recipe, ready to start; everything that does not fit together has been refused by now."""
+    logging.disable_progress_bar()  # of loading and mapping: the run has its own
+    # peft 0.21 asks transformers 5.24 for an attribute by its old name; nobody who reads it here can mend it.
+    warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
+    stop, progress = GracefulStop(announce=_announce), RunProgress()
+    trainer = build_trainer(loaded, resume=resume, callbacks=[stop, progress])
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+    return Run(loaded=loaded, trainer=trainer, stop=stop, progress=progress)
+
+
+def _announce(number: int) -> None:
+    name = signal.Signals(number).name
+    print(
+        f"\n{name}: stopping after this step, with a checkpoint. Once more stops at once.", file=sys.stderr, flush=True
+    )
+
+
+def _numbers_only(entry: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in entry.items() if isinstance(v, int) or (isinstance(v, float) and math.isfinite(v))}
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count:,}"

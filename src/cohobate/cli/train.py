@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`cohobate train`: a recipe, with changes, becomes a run."""
+
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cohobate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cohobate.cli.run import Run
+
+Changes = Annotated[
+    list[str] | None,
+    typer.Argument(help="Changes to the recipe, dotted; values are YAML.", metavar="KEY=VALUE"),
+]
+
+
+def train(
+    recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, or a YAML file.", metavar="RECIPE")],
+    changes: Changes = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the recipe with the changes in it, and stop.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in the recipe's output_dir.")
+    ] = False,
+) -> None:
+    """Train a student by a recipe.
+
+    [bold]Recipes[/bold]
+
+    [cyan]gkd[/cyan]           a larger teacher; half the completions recorded, half its own
+    [cyan]opd[/cyan]           a larger teacher; all completions the student's own
+    [cyan]iw_opd[/cyan]        a larger teacher scores the sampled tokens, early ones most
+    [cyan]opsd[/cyan]          the student's own teacher sees the worked solution
+    [cyan]sdft[/cyan]          the same with demonstrations and a slowly moving teacher
+    [cyan]opsd_smollm2[/cyan]  OPSD with LoRA on a real model, from wheels alone
+
+    A recipe names its parts: student, teacher, objective, data, sampling,
+    training, eval. Any key can be changed on the command line; a key that
+    nobody knows is an error that offers the nearest one. Rows have a column
+    [cyan]prompt[/cyan] (with or without [cyan]completion[/cyan]), [cyan]messages[/cyan] or [cyan]text[/cyan].
+
+    [bold]Examples[/bold]
+
+    [cyan]cohobate train opsd --show objective.beta=1 teacher.kind=live[/cyan]
+    [cyan]cohobate train opsd student.model=DIR data.train=rows.jsonl[/cyan]
+    [cyan]cohobate train opsd_smollm2 training.max_steps=5 student.lora.rank=8[/cyan]
+    [cyan]cohobate train my.yaml --resume[/cyan]
+
+    Ctrl-C and SIGTERM end the run after the current step with a checkpoint.
+    The output folder gets the model with its card (README.md), metrics.jsonl,
+    the recipe as it was run, and result.json.
+    """
+    from cohobate.cli.recipe import load_recipe
+
+    loaded = load_recipe(recipe, changes or [])
+    if show:
+        print(loaded.text, end="")
+        return
+
+    from cohobate.cli.run import build_run, last_checkpoint
+
+    checkpoint = last_checkpoint(Path(loaded.recipe.output_dir))
+    again = shlex.join(["cohobate", "train", recipe, *(changes or []), "--resume"])
+    if checkpoint is None and resume:
+        raise ConfigError(f"--resume found no checkpoint in {loaded.recipe.output_dir}. Leave --resume out to start.")
+    if checkpoint is not None and not resume:
+        raise ConfigError(
+            f"{loaded.recipe.output_dir} already holds {checkpoint.name} of an earlier run. Go on with it: {again}. "
+            "Or start a new one in another folder: output_dir=FOLDER."
+        )
+    if os.environ.get("RANK", "0") == "0":
+        print(f"loading   {loaded.recipe.student.model}", flush=True)
+    run = build_run(loaded, resume=resume)
+    run.say(run.headline())
+    stopped_by = run.train(checkpoint)
+    if stopped_by is not None:
+        _stopped(run, stopped_by, again)
+    run.say(run.finish())
+
+
+def _stopped(run: "Run", number: int, again: str) -> None:
+    from cohobate.cli.run import last_checkpoint
+
+    checkpoint = last_checkpoint(run.folder)
+    where = "It had made no step: there is nothing to resume."
+    if checkpoint is not None:
+        where = f"The checkpoint is {checkpoint}. Go on with: {again}"
+    print(f"Stopped by {signal.Signals(number).name}. {where}", file=sys.stderr)
+    raise typer.Exit(128 + number)

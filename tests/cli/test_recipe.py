@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from cohobate.cli.recipe import load_recipe, shipped_recipes
+from cohobate.cli.schema import MOVED, SAMPLING_FIELDS, config_section, section_keys
+from cohobate.errors import ConfigError
+from cohobate.trainer.card import PAPERS
+from cohobate.trainer.config import DistillationConfig
+
+GIVEN = ["student.model=small", "teacher.model=large", "data.train=rows.jsonl"]
+OWN_TEACHER = ["student.model=small", "data.train=rows.jsonl"]
+NEEDS = {"gkd": GIVEN, "opd": GIVEN, "iw_opd": GIVEN, "opsd": OWN_TEACHER, "sdft": OWN_TEACHER, "opsd_smollm2": []}
+
+
+def refusal(name: str, *changes: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(name, changes)
+    return str(caught.value)
+
+
+def test_every_shipped_recipe_is_listed_here():
+    assert set(shipped_recipes()) == set(NEEDS)
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_shipped_recipe_is_valid_and_says_what_it_is(name: str):
+    recipe = load_recipe(name, NEEDS[name]).recipe
+    assert recipe.output_dir == f"runs/{name}"
+    assert shipped_recipes()[name].count(":") == 1, "the first line is `NAME: what it is`"
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_shipped_recipe_names_the_paper_that_its_model_card_will_name(name: str):
+    recipe = load_recipe(name, NEEDS[name])
+    _, arxiv = PAPERS[recipe.recipe.method]
+    source = (Path(__file__).parents[2] / "src/cohobate/recipes" / f"{name}.yaml").read_text(encoding="utf-8")
+    assert f"arXiv {arxiv}" in re.sub(r"\s*\n#\s*", " ", source)
+
+
+def test_gkd_mixes_recorded_and_sampled_completions_by_halves():
+    recipe = load_recipe("gkd", GIVEN).recipe
+    assert recipe.sampling["on_policy_fraction"] == 0.5
+    assert recipe.objective.kind == "divergence"
+    assert recipe.objective.beta == 0.5
+
+
+@pytest.mark.parametrize("name", [n for n in NEEDS if NEEDS[n]])
+def test_what_a_recipe_leaves_open_is_named_with_the_words_to_add(name: str):
+    message = refusal(name)
+    for change in NEEDS[name]:
+        assert change.split("=")[0] + "=..." in message
+
+
+@pytest.mark.parametrize(
+    ("change", "found", "offered"),
+    [
+        ("training.max_stpes=3", "training.max_stpes", "'max_steps'"),
+        ("max_stpes=3", "max_stpes", "'training.max_steps'"),
+        ("max_steps=3", "max_steps", "'training.max_steps'"),
+        ("student.modle=x", "student.modle", "'model'"),
+        ("student.lora.rnak=8", "student.lora.rnak", "'rank'"),
+        ("objective.betta=1", "objective.betta", "'beta'"),
+        ("data.prompts.overlong=skip", "data.prompts.overlong", "'over_long'"),
+        ("data.privileged.sorce=x", "data.privileged.sorce", "'source'"),
+        ("sampling.topp=0.9", "sampling.topp", "'top_p'"),
+        ("eval.gradr=exact_match", "eval.gradr", "'grader'"),
+        ("studnet.model=x", "studnet", "'student'"),
+        ("training.beta=1", "training.beta", "Write objective.beta"),
+        ("training.top_p=0.9", "training.top_p", "Write sampling.top_p"),
+        ("lmbda=0.5", "lmbda", "Write sampling.on_policy_fraction"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_valid_one(change: str, found: str, offered: str):
+    message = refusal("gkd", *GIVEN, change)
+    assert f"Unknown key {found}." in message
+    assert offered in message
+
+
+@pytest.mark.parametrize(
+    "key", ["temperature", "sampling.temperature", "objective.temperature", "training.temperature"]
+)
+def test_a_bare_temperature_is_refused_with_both_names(key: str):
+    message = refusal("gkd", *GIVEN, f"{key}=0.7")
+    assert key in message
+    assert "sampling_temperature" in message
+    assert "distill_temperature" in message
+
+
+def test_temperature_is_no_key_of_ours_inside_arguments_of_somebody_elses_template():
+    recipe = load_recipe("gkd", [*GIVEN, "data.prompts.template_args={temperature: 1}"]).recipe
+    assert recipe.data.prompts.template_args == {"temperature": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ("training.learning_rate=fast", "training.learning_rate must be a valid number, got 'fast'"),
+        ("objective.beta=2", "objective.beta must be less than or equal to 1, got 2"),
+        ("student=small", "student must be a section of keys, got 'small'"),
+        ("teacher.kind=emma", "teacher.kind is 'emma'. Did you mean 'ema'?"),
+        ("objective.kind=jsd", "Valid: divergence, policy_gradient, cross_entropy"),
+        ("eval.grader=exact", "unknown grader 'exact'. Did you mean 'exact_match'?"),
+        ("data.privileged.template=nothing", "data.privileged"),
+        ("output_dir=${nowhere}", "nowhere"),
+        ("training.max_steps=[1", "cannot read the changes"),
+        ("max_steps", "key=value"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_was_wanted(change: str, wanted: str):
+    changes = [*GIVEN, change]
+    if "privileged" in change:
+        changes.append("data.privileged.source=solution")
+    assert wanted in refusal("gkd", *changes)
+
+
+def test_an_option_of_another_kind_says_which_kind_takes_it():
+    message = refusal("opsd", *OWN_TEACHER, "teacher.decay=0.9")
+    assert "teacher.decay" in message
+    assert "kind frozen takes kind" in message
+    assert "goes with kind ema" in message
+
+
+def test_a_new_kind_drops_what_the_recipe_set_for_the_old_one():
+    for change in (["teacher.kind=ema", "teacher.decay=0.9"], ["teacher={kind: ema, decay: 0.9}"]):
+        recipe = load_recipe("gkd", [*OWN_TEACHER, *change]).recipe
+        assert recipe.teacher is not None
+        assert recipe.teacher.model_dump() == {"kind": "ema", "decay": 0.9}
+
+
+def test_all_problems_are_told_at_once():
+    message = refusal("gkd", *GIVEN, "training.max_stpes=3", "objective.betta=1", "seed=x")
+    assert all(word in message for word in ("max_stpes", "betta", "seed"))
+
+
+def test_values_are_read_as_yaml():
+    recipe = load_recipe("gkd", [*GIVEN, "training.learning_rate=3e-4", "training.bf16=true", "data.eval=null"]).recipe
+    assert recipe.training["learning_rate"] == 3e-4
+    assert recipe.training["bf16"] is True
+    assert recipe.data.model_dump()["eval"] is None
+
+
+def test_an_unknown_name_offers_the_nearest_recipe():
+    assert "Did you mean 'gkd'?" in refusal("gdk")
+    assert "no recipe file" in refusal("nowhere/gkd.yaml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["- a\n- b\n", "method: [\n", "method: !!python/object/apply:os.getcwd []\n", "", "method: a\nmethod: b\n"],
+    ids=["a list", "not YAML", "a Python object", "empty", "a key twice"],
+)
+def test_a_file_that_is_no_recipe_is_one_paragraph(tmp_path: Path, text: str):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    assert "\n" not in refusal(str(path))
+
+
+def test_a_recipe_of_ones_own_is_read_from_its_path_and_its_text_reads_back_equal(tmp_path: Path):
+    first = load_recipe("opsd", [*OWN_TEACHER, "seed=7"])
+    path = tmp_path / "mine.yaml"
+    path.write_text(first.text)
+    second = load_recipe(str(path))
+    assert second.recipe == first.recipe
+    assert second.plain() == first.plain()
+
+
+def test_what_is_written_down_has_interpolations_unfilled(monkeypatch: pytest.MonkeyPatch):
+    """An environment variable may be a secret; a model card is public."""
+    monkeypatch.setenv("SECRET_NAME", "hunter2")
+    loaded = load_recipe("gkd", [*GIVEN, "output_dir=runs/${oc.env:SECRET_NAME}"])
+    assert loaded.recipe.output_dir == "runs/hunter2"
+    assert "hunter2" not in loaded.text
+    assert "hunter2" not in str(loaded.plain())
+
+
+def test_every_field_of_the_trainers_config_has_exactly_one_home():
+    fields = set(DistillationConfig.__dataclass_fields__)
+    sampling, training = (set(config_section(part).model_fields) for part in ("sampling", "training"))
+    assert not sampling & training
+    assert sampling == set(SAMPLING_FIELDS)
+    assert set(MOVED) <= fields
+    assert not training & set(MOVED)
+    keys = {(place[0] if place else "", name) for place, names in section_keys().items() for name in names}
+    for target in MOVED.values():
+        if target and not target.startswith("--"):
+            section, _, rest = target.rpartition(".")
+            assert (section.partition(".")[0], rest) in keys
+
+
+def test_sections_are_frozen():
+    recipe = load_recipe("gkd", GIVEN).recipe
+    with pytest.raises(ValidationError, match="frozen"):
+        recipe.seed = 3
