@@ -47,7 +47,8 @@ def test_the_same_seed_gives_the_same_rows_and_another_others() -> None:
     [
         ("50+39=89+91=180+81=261", "50+39=89+91=180+81=261"),
         ("50+39=88+91=179+81=260", "50+39=89+91=179+81=260"),  # a wrong total stands, and one goes on from it
-        ("50+39=8", "50+39=89+81=170+91=261"),  # what is missing follows in the problem's order
+        ("50+39=89", "50+39=89+81=170+91=261"),  # what is missing follows in the problem's order
+        ("50+39=8", "50+39=89+81=89+91=180"),  # a total cut short is a wrong total
         ("77+", "81+50=131+39=170+91=261"),  # a number that is not in the problem
         ("", "81+50=131+39=170+91=261"),
     ],

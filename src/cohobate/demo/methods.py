@@ -18,6 +18,7 @@ from cohobate.demo import load_student, load_teacher, task
 from cohobate.objectives import CrossEntropyObjective, DivergenceObjective
 from cohobate.teachers import FrozenTeacher
 from cohobate.trainer import DistillationConfig, DistillationTrainer, RunDescription
+from cohobate.trainer.files import written_whole
 
 Method = Literal["sft", "offline_kd", "opd_reverse", "opd_forward", "opsd"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -142,5 +143,6 @@ def run_job(method: Method, seed: int, folder: Path, setting: Setting) -> dict[s
     trainer, clock = build(method, seed, folder, setting)
     trainer.train()
     result = {"method": method, "seed": seed, "curve": [asdict(point) for point in clock.points]}
-    (folder / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+    with written_whole(folder / "result.json") as path:
+        path.write_text(json.dumps(result, indent=1), encoding="utf-8")
     return result

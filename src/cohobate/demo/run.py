@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`cohobate demo`: all methods, all seeds, two processes at a time; a table and whole curves, not the best checkpoint.
 
-Jobs run in processes of their own with one thread each: on small tensors two processes beat two threads. The parent
-reads each job's `metrics.jsonl` to show how far it is, so nothing travels between processes but files.
+Two workers with one thread each take the jobs: on small tensors two processes beat two threads. The parent reads each
+job's `metrics.jsonl` to show how far it is, so nothing travels between processes but files.
 """
 
 import json
@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -36,6 +36,11 @@ class Job:
     seed: int
     folder: Path
 
+    @property
+    def result(self) -> Path:
+        """Written, whole, when the job is done."""
+        return self.folder / "result.json"
+
     def steps_done(self) -> int:
         """The last step in the job's log; 0 before the first."""
         path = self.folder / "metrics.jsonl"
@@ -46,32 +51,52 @@ class Job:
 
 
 def run_jobs(jobs: Sequence[Job], setting_name: str, *, num_steps: int, progress: Progress) -> list[dict[str, Any]]:
-    """Run all jobs, `WORKERS` at a time; a job that fails ends the rest and shows the end of its output."""
-    waiting, running, results = list(jobs), {}, []
-    total = len(jobs) * num_steps
+    """Run all jobs in `WORKERS` processes; one that fails ends the rest and shows the end of its output."""
+    for job in jobs:
+        _clear(job.folder)
+    folder, total = jobs[0].folder.parent, len(jobs) * num_steps
+    workers = {number: _start(number, folder, jobs, setting_name) for number in range(min(WORKERS, len(jobs)))}
+    results: dict[Job, dict[str, Any]] = {}
     try:
-        while waiting or running:
-            while waiting and len(running) < WORKERS:
-                job = waiting.pop(0)
-                running[_start(job, setting_name)] = job
+        while len(results) < len(jobs):
             time.sleep(_POLL_SECONDS)
-            for process in [p for p in running if p.poll() is not None]:
-                job = running.pop(process)
-                if process.returncode != 0:
-                    tail = (job.folder / "output.txt").read_text(encoding="utf-8")[-2000:]
-                    raise CohobateError(f"demo job {job.method}, seed {job.seed}, failed:\n{tail}")
-                results.append(json.loads((job.folder / "result.json").read_text(encoding="utf-8")))
-                progress(_done(results, running, num_steps), total, _line(results[-1]))
-            progress(_done(results, running, num_steps), total, "")
+            failed = [number for number, process in workers.items() if process.poll() not in (None, 0)]
+            for job in jobs:
+                if job not in results and job.result.exists():
+                    results[job] = json.loads(job.result.read_text(encoding="utf-8"))
+                    progress(_done(jobs, results, num_steps), total, _line(results[job]))
+            if failed or (len(results) < len(jobs) and all(p.poll() is not None for p in workers.values())):
+                tail = _output(folder, failed[0] if failed else 0).read_text(encoding="utf-8")[-2000:]
+                raise CohobateError(f"a demo job failed:\n{tail}")
+            progress(_done(jobs, results, num_steps), total, "")
     finally:
-        for process in running:
+        for process in workers.values():
             process.kill()
             process.wait()
-    return results
+    return [results[job] for job in jobs]
 
 
-def _done(results: Sequence[Any], running: dict[Any, Job], num_steps: int) -> int:
-    return len(results) * num_steps + sum(job.steps_done() for job in running.values())
+def work(jobs: Sequence[Job], setting: Setting) -> None:
+    """What a worker does: take the next job that nobody has taken, until none is left."""
+    from cohobate.demo.methods import run_job
+
+    for job in jobs:
+        try:
+            (job.folder / "taken").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        run_job(job.method, job.seed, job.folder, setting)
+
+
+def _clear(folder: Path) -> None:
+    """An empty job folder: what an earlier demo left there must not count as this one's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("taken", "result.json", "metrics.jsonl"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _done(jobs: Sequence[Job], results: Mapping[Job, Any], num_steps: int) -> int:
+    return sum(num_steps if job in results else job.steps_done() for job in jobs)
 
 
 def _line(result: dict[str, Any]) -> str:
@@ -80,11 +105,15 @@ def _line(result: dict[str, Any]) -> str:
     return f"{label:<33} seed {result['seed']}  {first['accuracy']:6.1%} → {last['accuracy']:6.1%}"
 
 
-def _start(job: Job, setting_name: str) -> subprocess.Popen[bytes]:
-    job.folder.mkdir(parents=True, exist_ok=True)
+def _output(folder: Path, number: int) -> Path:
+    return folder / f"worker-{number}.txt"
+
+
+def _start(number: int, folder: Path, jobs: Sequence[Job], setting_name: str) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "cohobate.demo.run", job.method, str(job.seed), str(job.folder), setting_name]
-    with (job.folder / "output.txt").open("wb") as output:
+    names = [f"{job.method}:{job.seed}" for job in jobs]
+    command = [sys.executable, "-m", "cohobate.demo.run", str(folder), setting_name, *names]
+    with _output(folder, number).open("wb") as output:
         return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
 
@@ -98,11 +127,7 @@ def run_demo(*, output_dir: Path, seeds: int = 3, quick: bool = False, progress:
     setting_name, setting = ("quick", QUICK) if quick else ("full", FULL)
     seeds = 1 if quick else seeds
     started = time.perf_counter()
-    jobs = [
-        Job(method=method, seed=seed, folder=output_dir / f"{method}-seed{seed}")
-        for seed in range(seeds)
-        for method in METHODS
-    ]
+    jobs = [_job(method, seed, output_dir) for seed in range(seeds) for method in METHODS]
     load_before = load_average()
     results = run_jobs(jobs, setting_name, num_steps=setting.num_steps, progress=progress)
     report = {
@@ -115,6 +140,10 @@ def run_demo(*, output_dir: Path, seeds: int = 3, quick: bool = False, progress:
     (output_dir / "results.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     draw(report, output_dir)
     return report
+
+
+def _job(method: Method, seed: int, output_dir: Path) -> Job:
+    return Job(method=method, seed=seed, folder=output_dir / f"{method}-seed{seed}")
 
 
 def load_average() -> float | None:
@@ -146,7 +175,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
-    from cohobate.demo.methods import run_job
-
-    method, seed, folder, name = sys.argv[1:]
-    run_job(method, int(seed), Path(folder), {"full": FULL, "quick": QUICK}[name])  # pyright: ignore[reportArgumentType]
+    base, name = Path(sys.argv[1]), sys.argv[2]
+    pairs = [argument.split(":") for argument in sys.argv[3:]]
+    todo: list[Any] = [_job(method, int(seed), base) for method, seed in pairs]  # pyright: ignore[reportArgumentType]
+    work(todo, {"full": FULL, "quick": QUICK}[name])
