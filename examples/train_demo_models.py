@@ -5,7 +5,7 @@
 
 The teacher is trained until it adds nearly without fault. The student is stopped on the slope: such models go from 0
 to 90 % within a few hundred steps, so it is checked every 25. Both meet wrong totals and learn to go on from what
-stands, so that they have a sound opinion on a student's slips. Half of the student's rows show a worked solution before
+stands, and have a sound opinion on a student's slips. Half of the student's rows show a worked solution before
 the question: with one in sight, it is the teacher of self-distillation. What is kept is a running average of the
 weights.
 Training never meets a problem of the demo's own splits (`task.split_of`).

@@ -5,8 +5,6 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from cohobate.cli import schema
 from cohobate.cli.recipe import LoadedRecipe
 from cohobate.data import PrivilegedContext, load_rows
@@ -90,7 +88,6 @@ def config(recipe: schema.Recipe, *, evaluates: bool, resume: bool = False) -> D
     settings: dict[str, Any] = {
         "report_to": "none",
         "disable_tqdm": True,
-        "dataloader_pin_memory": torch.cuda.is_available(),
         **recipe.training,
         **recipe.sampling,
         "output_dir": recipe.output_dir,

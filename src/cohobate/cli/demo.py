@@ -25,7 +25,7 @@ def demo(
     same number of optimizer steps go to
 
     [cyan]OPD[/cyan]         distillation on the student's own completions
-    [cyan]OPSD[/cyan]        the same, but the teacher is the student with its work marked in view
+    [cyan]OPSD[/cyan]        the same, but the teacher is the student seeing its work marked
     [cyan]SFT[/cyan]         fine-tuning on recorded solutions
     [cyan]offline KD[/cyan]  distillation on recorded solutions
 

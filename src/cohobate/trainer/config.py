@@ -55,6 +55,8 @@ class DistillationConfig(TrainingArguments):
     # transformers' defaults that would hide something here: unknown columns feed graders, and a NaN must be seen.
     remove_unused_columns: bool = False
     logging_nan_inf_filter: bool = False
+    # A batch is Python rows until the step is assembled: there is nothing to pin, and torch warns of it on a CPU.
+    dataloader_pin_memory: bool = False
 
     def __post_init__(self) -> None:
         self._resolve_names()
