@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command as a person uses it: what it prints, its exit code, and what it leaves behind."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -187,10 +189,16 @@ def refused(done: Outcome, code: int, *words: str) -> None:
         (["sampling.on_policy_fraction=2"], 2, ["on_policy_fraction"]),
         (["data.prompts.max_prompt_length=2"], 1, ["max_prompt_length"]),
         (["output_dir=rows.jsonl/out"], 2, ["output_dir"]),
+        (["training.learning_rate=nan"], 2, ["learning_rate", "nan"]),
+        (["training.learning_rate=-1"], 2, ["learning_rate"]),
+        (["training.max_steps=0"], 2, ["max_steps", "num_train_epochs"]),
+        (["training.per_device_train_batch_size=0"], 2, ["per_device_train_batch_size"]),
+        (["eval.grader=exact_match", "data.eval=unanswered.jsonl", "eval.before=false"], 1, ["answer"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) and value and "=" in value[0] else "",
 )
 def test_a_wrong_setting_is_one_paragraph(cohobate, place: Path, changes: list[str], code: int, words: list[str]):
+    (place / "unanswered.jsonl").write_text('{"prompt": "1+1="}\n', encoding="utf-8")
     refused(cohobate("train", "gkd", *SMALL, *LARGER, *changes), code, *words)
     assert not [path for path in (place / "runs").rglob("*") if path.is_file()]
 
@@ -201,14 +209,23 @@ def test_a_wrong_setting_is_one_paragraph(cohobate, place: Path, changes: list[s
         ("", ["empty"]),
         ('{"question": "1+1="}\n' * 4, ["question", "prompt"]),
         ('{"prompt": "1+1=", "completion": ""}\n' * 4, ["completion", "empty"]),
-        ('{"prompt": "1+1="\n', ["bad.jsonl"]),
+        ("\n \n", ["empty"]),
+        ('{"prompt": "1+1="\n', ["bad.jsonl", "JSON parse error"]),
         ('{"prompt": "1+1=", "text": "1"}\n' * 4, ["prompt", "text"]),
     ],
-    ids=["empty", "no prompt", "empty completion", "not JSON", "two kinds"],
+    ids=["empty", "no prompt", "empty completion", "blank lines", "not JSON", "two kinds"],
 )
 def test_bad_rows_are_one_paragraph(cohobate, place: Path, rows: str, words: list[str]):
     (place / "bad.jsonl").write_text(rows, encoding="utf-8")
     refused(cohobate("train", "gkd", *SMALL, *LARGER, "data.train=bad.jsonl"), 1, *words)
+
+
+def test_an_output_folder_that_the_file_system_refuses_is_one_paragraph(cohobate, place: Path, monkeypatch):
+    def refuse(**_options: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    refused(cohobate("train", "gkd", *SMALL, *LARGER), 2, "output_dir", "Read-only")
 
 
 def test_a_non_finite_gradient_stops_before_the_optimizer_step_and_says_so(cohobate, place: Path):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import re
+from typing import Any
 
 import pytest
 
@@ -76,3 +77,26 @@ def test_the_shipped_models_are_small_share_a_tokenizer_and_load_offline() -> No
     text = "81,50,39,91:50+39=89"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert len(tokenizer(text)["input_ids"]) == len(text)
+
+
+def share_right(model: Any, tokenizer: Any, prompts: list[str], rows: list[dict]) -> float:
+    batch = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
+    out = model.generate(**batch, max_new_tokens=task.MAX_NEW_TOKENS, do_sample=False)
+    texts = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    return sum(task.grade(row, text) for row, text in zip(rows, texts, strict=True)) / len(rows)
+
+
+def test_the_teacher_adds_and_the_half_trained_student_can_read_a_solution() -> None:
+    rows = task.rows("heldout", 200)
+    alone = [row["prompt"] for row in rows]
+    shown = [task.shown_prompt(row["solution"], row["prompt"]) for row in rows]
+    assert share_right(*load_teacher(), alone, rows) >= 0.97
+    assert 0.2 <= share_right(*load_student(), alone, rows) <= 0.5
+    assert share_right(*load_student(), shown, rows) >= 0.97
+
+
+def test_an_unknown_split_or_a_negative_number_of_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"one of pretrain, train, heldout, got 'test'"):
+        task.rows("test", 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="got -1"):
+        task.rows("train", -1)

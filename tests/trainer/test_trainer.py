@@ -492,3 +492,10 @@ def test_a_padded_head_is_cut_to_the_real_ids_on_both_sides(tmp_path: Path) -> N
     assert not torch.equal(head[:23], before[:23])
     teacher_alone = trainer(tmp_path, model=tiny.llama(1, vocab_size=26), teacher="self")
     assert teacher_alone.vocab_size == 23
+
+
+def test_a_prompt_that_leaves_no_room_for_its_completion_is_refused(tmp_path: Path) -> None:
+    rows = [*PROMPTS[:7], {"prompt": "1" * 128}]
+    with pytest.raises(DataError, match=r"128 prompt tokens .*128 positions .*over_long"):
+        trainer(tmp_path, rows, teacher=tiny.llama(5))
+    trainer(tmp_path, [*PROMPTS[:7], {"prompt": "1" * 127}], teacher=tiny.llama(5))

@@ -2,13 +2,14 @@
 """From a checked recipe to a trainer: each section becomes the part that it describes."""
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any, cast
 
 from cohobate.cli import schema
 from cohobate.cli.recipe import LoadedRecipe
 from cohobate.data import PrivilegedContext, load_rows
-from cohobate.data.graders import grader_named
+from cohobate.data.graders import expected_answer, grader_named
 from cohobate.data.reasoning_gym import reasoning_gym_splits
 from cohobate.errors import CohobateError, ConfigError, MissingExtra
 from cohobate.objectives import (
@@ -63,7 +64,15 @@ def build_trainer(
     except (ValueError, ImportError) as problem:  # transformers and PEFT check what they are given
         raise ConfigError(" ".join(str(problem).split())) from problem
     _check_privileged(recipe, tokenizer, trainer)
+    _check_answers(recipe, trainer)
     return trainer
+
+
+def _check_answers(recipe: schema.Recipe, trainer: DistillationTrainer) -> None:
+    """A row that cannot be graded must not be found after the training."""
+    if recipe.eval.grader is not None:
+        for row in cast(Any, trainer.eval_dataset) or ():
+            expected_answer(row.row)
 
 
 def _check_privileged(recipe: schema.Recipe, tokenizer: Any, trainer: DistillationTrainer) -> None:
@@ -81,6 +90,13 @@ def check_output_dir(folder: Path) -> None:
     there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"output_dir={folder} cannot be written: {there} is not a folder that you may write to.")
+    try:
+        with tempfile.TemporaryFile(dir=there):  # what the permissions promise, the file system may refuse
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={folder} cannot be written: {there} takes no files ({error.strerror}). Name another folder."
+        ) from error
 
 
 def config(recipe: schema.Recipe, *, evaluates: bool, resume: bool = False) -> DistillationConfig:

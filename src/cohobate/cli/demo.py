@@ -49,6 +49,8 @@ def demo(
 
         report = run_demo(output_dir=output_dir, seeds=seeds, quick=quick, progress=progress)
     _print_table(report)
+    if quick:
+        print("a few steps show that everything runs; what the methods do shows without --quick")
     load = report["load_average_before"]
     busy = "" if load is None else f"; load average before it {load:.1f} on {os.cpu_count()} cores"
     print(f"{duration(report['seconds'])} in all{busy}")

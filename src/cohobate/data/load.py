@@ -5,7 +5,8 @@ Data only: no loading script is ever run (`trust_remote_code` is never passed). 
 of that name exists on this machine.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,9 @@ def load_rows(
     Raises:
         DataError: not found, unreadable, empty, no such split, a missing column, a name taken twice.
     """
-    rows = _one_split(_read(source), split, source)
+    with _without_their_errors():
+        loaded = _read(source)
+    rows = _one_split(loaded, split, source)
     for old, new in (rename or {}).items():
         _check_columns(source, rows.column_names, [old])
         if new in rows.column_names:
@@ -52,6 +55,19 @@ def load_rows(
     return rows
 
 
+@contextlib.contextmanager
+def _without_their_errors() -> Iterator[None]:
+    """datasets logs what it then raises; the reason stands in our error."""
+    from datasets.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
 def _read(source: str | Path) -> Any:
     import datasets
 
@@ -61,8 +77,9 @@ def _read(source: str | Path) -> Any:
             kind = _FORMATS.get(path.suffix.lower())
             if kind is None:
                 raise DataError(f"{source}: files of kind {path.suffix or '(none)'!r} are not read; {_known()}.")
-            if not path.stat().st_size:
-                raise DataError(f"{source}: the file is empty.")
+            with path.open("rb") as file:
+                if not any(line.strip() for line in file):
+                    raise DataError(f"{source}: the file is empty. Check the path, or write rows into it.")
             return datasets.load_dataset(kind, data_files=str(path))
         if path.is_dir():
             if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
@@ -74,10 +91,13 @@ def _read(source: str | Path) -> Any:
     except DataError:
         raise
     except Exception as error:  # datasets raises many kinds, also of pyarrow, pandas and the hub client
-        reason = str(error).strip().splitlines()
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # datasets wraps what is wrong in "an error occurred"
+            cause = cause.__cause__
+        reason = str(cause).strip().splitlines()
         raise DataError(
-            f"{source}: cannot be read as a data set ({type(error).__name__}: "
-            f"{reason[0] if reason else 'no reason given'}). {_known().capitalize()}; a folder of save_to_disk; or a "
+            f"{source}: cannot be read as a data set ({type(cause).__name__}: "
+            f"{reason[0] if reason else 'no reason given'}). K{_known()[1:]}; a folder of save_to_disk; or a "
             "hub name, which needs the network once."
         ) from error
 

@@ -145,7 +145,8 @@ def _kind(row: Mapping[str, Any]) -> RowKind:
     hints = dict.fromkeys(hint for column in columns if (hint := did_you_mean(column, get_args(RowKind))))
     raise DataError(
         f"the row has none of `prompt`, `messages`, `text`; its columns are {', '.join(columns) or '(none)'}."
-        f"{next(iter(hints), '')} Rename a column when loading: load_rows(…, rename={{'question': 'prompt'}})."
+        f"{next(iter(hints), '')} Rename a column when loading: load_rows(…, rename={{'question': 'prompt'}}), or "
+        "data.rename.question=prompt in a recipe."
     )
 
 

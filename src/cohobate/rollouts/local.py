@@ -154,8 +154,8 @@ class LocalRollouts:
             rows = broken.nonzero()[:, 0].tolist()
             raise NonFiniteError(
                 f"the sampling model gave NaN or infinite logits in rows {rows} of a batch of {ids.shape[0]}. Its "
-                "weights are damaged (look at the last update's gradient norm) or its dtype overflows (float16: use "
-                "bfloat16)."
+                "weights are damaged (look at the last update's gradient norm; lower learning_rate) or its dtype "
+                "overflows (float16: use bfloat16)."
             )
         return _Drawn(new, lengths, torch.where(kept, logprobs, 0.0))
 

@@ -4,6 +4,7 @@
 What belongs to a part (a teacher's decay, an objective's clip, a prompt's template) is the part's own setting.
 """
 
+import math
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +89,10 @@ class DistillationConfig(TrainingArguments):
             if not ok:
                 raise ConfigError(f"{name} must be {wanted}, got {getattr(self, name)!r}.")
 
+        need(0 <= self.learning_rate < math.inf, "learning_rate", "a number >= 0")
+        need(self.max_steps != 0, "max_steps", ">= 1, or -1 for num_train_epochs")
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            need(getattr(self, name) >= 1, name, ">= 1")
         need(0 <= self.beta <= 1, "beta", "in [0, 1]")
         need(self.distill_temperature > 0, "distill_temperature", "> 0")
         need(self.sampling_temperature >= 0, "sampling_temperature", ">= 0 (0 is greedy)")

@@ -224,6 +224,22 @@ def head_width(model: nn.Module) -> int | None:
     return getattr(head, "out_features", None if weight is None else weight.shape[0])
 
 
+def check_context(model: nn.Module, rows: Rows | None) -> None:
+    """A row must fit the positions that the student has: beyond them it predicts noise, and nothing would say so."""
+    config = getattr(model, "config", None)
+    limit = getattr(getattr(config, "text_config", None) or config, "max_position_embeddings", None)
+    if limit is None or rows is None:
+        return
+    for row in rows.rows:
+        completion = len(row.completion_ids or (0,))  # at least one token must find room
+        if len(row.prompt_ids) + completion > limit:
+            raise DataError(
+                f"row {row.sample_id!r} has {len(row.prompt_ids)} prompt tokens and at least {completion} to predict, "
+                f"but the student has {limit} positions (max_position_embeddings). Leave long rows out"
+                " (max_prompt_length with over_long='skip'), or take a student with more positions."
+            )
+
+
 def check_importance_ratio(objective: Objective, args: DistillationConfig) -> None:
     """Reusing rollouts needs an importance ratio, and a ratio needs the draw and the loss to speak of one policy."""
     if args.num_iterations > 1 and getattr(objective, "needs_fresh_rollouts", True):

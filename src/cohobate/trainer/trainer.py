@@ -120,6 +120,7 @@ class DistillationTrainer(Trainer):
         )
         uses_recorded = args.on_policy_fraction < 1
         teacher, own_tokenizer = resolve.loaded_teacher(teacher, teacher_init_kwargs)
+        resolve.check_context(student, train_rows)
         self.teacher, self.vocab_size = resolve.teacher(
             teacher,
             student,
