@@ -177,7 +177,7 @@ class _DivergenceTerms(torch.autograd.Function):
             return _expect(t, gap, infinite=math.inf)
         if beta == 1.0:
             return _expect(s, -gap, infinite=math.inf)
-        student_over_m, teacher_over_m = _over_mixture(gap, beta)
+        student_over_m, teacher_over_m = over_mixture(gap, beta)
         return beta * _expect(t, teacher_over_m) + (1 - beta) * _expect(s, student_over_m)
 
     @staticmethod
@@ -191,14 +191,14 @@ class _DivergenceTerms(torch.autograd.Function):
         elif beta == 1.0:
             slope_s, slope_t = _expect(s, 1 - gap), -s.exp()
         else:
-            student_over_m, teacher_over_m = _over_mixture(gap, beta)
+            student_over_m, teacher_over_m = over_mixture(gap, beta)
             slope_s, slope_t = (1 - beta) * _expect(s, student_over_m), beta * _expect(t, teacher_over_m)
         grad_s = grad_terms * slope_s if ctx.needs_input_grad[0] else None
         grad_t = grad_terms * slope_t if ctx.needs_input_grad[1] else None
         return grad_s, grad_t, None  # beta: a number
 
 
-def _over_mixture(gap: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+def over_mixture(gap: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """`(s - log m, t - log m)` from `gap = t - s`, relative to the larger side: exactly 0 where both are equal."""
     teacher_leads = gap > 0
     below = torch.where(teacher_leads, -gap, gap)  # <= 0: the smaller side relative to the larger
