@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from cohobate.align.opsd import OPSDTrainingBatch, TeacherContext, build_opsd_training_batch
     from cohobate.align.response import ResponseTokenBatch, align_rollout_logits
     from cohobate.align.rollout import RolloutBatch, RolloutRequest, SamplingConfig
-    from cohobate.functional.divergences import JSDLossOutput, forward_kl, generalized_jsd_loss, jsd, reverse_kl
+    from cohobate.functional.divergences import forward_kl, jsd, reverse_kl
     from cohobate.functional.estimators import iw_opd_weights, sampled_kl_loss
-    from cohobate.functional.fused_linear import fused_linear_divergence, fused_linear_logprobs
+    from cohobate.functional.fused_linear import fused_linear_divergence
+    from cohobate.functional.fused_logprobs import fused_linear_logprobs
+    from cohobate.functional.jsd_loss import JSDLossOutput, generalized_jsd_loss
     from cohobate.functional.topk import topk_divergence
     from cohobate.trainer.config import DistillationConfig
     from cohobate.trainer.trainer import DistillationTrainer
@@ -24,7 +26,7 @@ __version__ = "0.1.0"
 _HOME = {
     "DistillationConfig": "trainer.config",
     "DistillationTrainer": "trainer.trainer",
-    "JSDLossOutput": "functional.divergences",
+    "JSDLossOutput": "functional.jsd_loss",
     "OPSDTrainingBatch": "align.opsd",
     "ResponseTokenBatch": "align.response",
     "RolloutBatch": "align.rollout",
@@ -35,8 +37,8 @@ _HOME = {
     "build_opsd_training_batch": "align.opsd",
     "forward_kl": "functional.divergences",
     "fused_linear_divergence": "functional.fused_linear",
-    "fused_linear_logprobs": "functional.fused_linear",
-    "generalized_jsd_loss": "functional.divergences",
+    "fused_linear_logprobs": "functional.fused_logprobs",
+    "generalized_jsd_loss": "functional.jsd_loss",
     "iw_opd_weights": "functional.estimators",
     "jsd": "functional.divergences",
     "reverse_kl": "functional.divergences",

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cohobate.align import RolloutBatch, TeacherContext, build_opsd_training_batch, concat_rollouts
-from cohobate.functional.divergences import generalized_jsd_loss
+from cohobate.functional.jsd_loss import generalized_jsd_loss
 
 EOS = PAD = 2
 STOPS = [EOS, 3, 4, 5]  # several, so that a random model stops often

@@ -10,15 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cohobate.functional.divergences import (
-    JSDLossOutput,
     clip_divergence,
     divergence,
     divergence_terms,
     forward_kl,
-    generalized_jsd_loss,
     jsd,
     reverse_kl,
 )
+from cohobate.functional.jsd_loss import JSDLossOutput, generalized_jsd_loss
 from cohobate.functional.logprobs import log_softmax
 
 from . import oracle

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cohobate.functional.fused_linear import fused_linear_divergence, fused_linear_logprobs
+from cohobate.functional.fused_linear import fused_linear_divergence
+from cohobate.functional.fused_logprobs import fused_linear_logprobs
 
 from . import oracle
 from .heads import HS, HT, N, V, Watch, assert_same, big, fused, gradients, plain, problem, products_of

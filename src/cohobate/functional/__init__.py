@@ -2,12 +2,10 @@
 """Tensors in, tensors out: every formula of the library, once. No config, process group, logging or model."""
 
 from cohobate.functional.divergences import (
-    JSDLossOutput,
     clip_divergence,
     divergence,
     divergence_terms,
     forward_kl,
-    generalized_jsd_loss,
     jsd,
     reverse_kl,
 )
@@ -22,7 +20,9 @@ from cohobate.functional.estimators import (
     select_top_share,
     tip_scores,
 )
-from cohobate.functional.fused_linear import FusedDivergence, fused_linear_divergence, fused_linear_logprobs
+from cohobate.functional.fused_linear import FusedDivergence, fused_linear_divergence
+from cohobate.functional.fused_logprobs import fused_linear_logprobs
+from cohobate.functional.jsd_loss import JSDLossOutput, generalized_jsd_loss
 from cohobate.functional.logprobs import (
     entropy,
     gather_last,

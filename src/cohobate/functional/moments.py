@@ -23,6 +23,10 @@ class Shards(Protocol):
 
     def sum(self, values: Tensor, /) -> Tensor: ...
 
+    def largest(self, values: Tensor, ids: Tensor, /) -> tuple[Tensor, Tensor]:
+        """The largest of `values` and its global id, of several the lowest; `ids` are the shard's own columns."""
+        ...
+
 
 class WholeVocabulary:
     """One shard holds every id: nothing to combine."""
@@ -32,6 +36,9 @@ class WholeVocabulary:
 
     def sum(self, values: Tensor, /) -> Tensor:
         return values
+
+    def largest(self, values: Tensor, ids: Tensor, /) -> tuple[Tensor, Tensor]:
+        return values, ids
 
 
 WHOLE = WholeVocabulary()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cohobate.align.rollout import AlignedBatch
 from cohobate.errors import ConfigError
-from cohobate.functional.fused_linear import fused_linear_logprobs
+from cohobate.functional.fused_logprobs import fused_linear_logprobs
 from cohobate.functional.logprobs import entropy, gather_last, log_softmax
 from cohobate.functional.scores import DenseScores, HiddenScores, TeacherScores
 from cohobate.objectives.protocol import PAIRS, Metric, ObjectiveOutput, StudentScores, Term, check_scores, weigh

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from cohobate.functional.fused_linear import fused_linear_logprobs
+from cohobate.functional.fused_logprobs import fused_linear_logprobs
 from cohobate.functional.logprobs import entropy, head_logits, log_softmax, token_logprobs
 
 from . import oracle
