@@ -11,19 +11,26 @@ from cohobate.align.rollout import (
     SamplingConfig,
 )
 from cohobate.align.rollout_ops import completion_mask, concat_rollouts, select_rows
+from cohobate.align.spans import Chunks, align_bytes, align_regions, common_truncation
+from cohobate.align.token_spans import align_tokens
 
 __all__ = [
     "AlignedBatch",
     "AlignedSide",
+    "Chunks",
     "OPSDTrainingBatch",
     "ResponseTokenBatch",
     "RolloutBatch",
     "RolloutRequest",
     "SamplingConfig",
     "TeacherContext",
+    "align_bytes",
+    "align_regions",
     "align_rollout_logits",
+    "align_tokens",
     "aligned_batch",
     "build_opsd_training_batch",
+    "common_truncation",
     "completion_mask",
     "concat_rollouts",
     "select_rows",

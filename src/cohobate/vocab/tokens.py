@@ -42,20 +42,23 @@ def token_bytes(tokenizer: Any) -> list[bytes | None]:
         VocabularyMismatch: (a ValueError) no fast tokenizer, a decoder that is none of these, or a step before the
             model that loses text (lower-casing, NFKC, stripping, dropping spaces), so that ids do not give it back.
     """
-    backend = _backend(tokenizer)
-    steps = [*_parts(backend.normalizer, "normalizers"), *_parts(backend.pre_tokenizer, "pretokenizers")]
+    backend = backend_of(tokenizer)
+    steps = [
+        *component_parts(backend.normalizer, "normalizers"),
+        *component_parts(backend.pre_tokenizer, "pretokenizers"),
+    ]
     if lossy := [step["type"] for step in steps if _loses_text(step)]:
         raise VocabularyMismatch(
             f"{_name(tokenizer)} changes or drops characters of the text ({', '.join(lossy)}), so its ids do not give "
             "the text's bytes back. Only NFC normalisation is accepted."
         )
-    table, added = _table(tokenizer)
+    table, added = vocabulary_table(tokenizer)
     return [None if token_id in added else piece for token_id, piece in enumerate(table)]
 
 
 def real_vocab_size(tokenizer: Any) -> int:
     """Highest id of the tokenizer + 1, added tokens included; a model's head may be wider (padding rows)."""
-    return max(_backend(tokenizer).get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    return max(backend_of(tokenizer).get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def special_roles(tokenizer: Any) -> dict[str, int]:
@@ -71,7 +74,7 @@ def fingerprint(tokenizer: Any) -> str:
     template do not enter it (see `template_fingerprint`).
     """
     digest = hashlib.sha256(json.dumps(sorted(special_roles(tokenizer).items())).encode())
-    table, _ = _table(tokenizer)
+    table, _ = vocabulary_table(tokenizer)
     for piece in table:
         digest.update(b"-" if piece is None else b"%d:" % len(piece) + piece)
     return digest.hexdigest()
@@ -106,8 +109,8 @@ def check_same_vocabulary(
         VocabularyMismatch: with the first id that differs and its bytes on both sides, or with the rule that differs.
     """
     same_object = student_tokenizer is teacher_tokenizer
-    student, student_added = _table(student_tokenizer)
-    teacher, teacher_added = (student, student_added) if same_object else _table(teacher_tokenizer)
+    student, student_added = vocabulary_table(student_tokenizer)
+    teacher, teacher_added = (student, student_added) if same_object else vocabulary_table(teacher_tokenizer)
     size = min(len(student), len(teacher))
     if student[:size] != teacher[:size]:
         first = next(i for i in range(size) if student[i] != teacher[i])
@@ -186,7 +189,7 @@ def _role_differences(student: Any, teacher: Any) -> list[str]:
 
 def _check_text_rules(student: Any, teacher: Any, role_differences: list[str]) -> None:
     """Everything by which two tokenizers of one vocabulary may still encode the same text differently."""
-    ours, theirs = _backend(student), _backend(teacher)
+    ours, theirs = backend_of(student), backend_of(teacher)
     parts = [
         ("the normalisers differ", _state(ours.normalizer) != _state(theirs.normalizer)),
         ("the pre-tokenizers differ", _state(ours.pre_tokenizer) != _state(theirs.pre_tokenizer)),
@@ -225,7 +228,7 @@ def _name(tokenizer: Any) -> str:
     return f"{type(tokenizer).__name__} {getattr(tokenizer, 'name_or_path', '') or '(unnamed)'}"
 
 
-def _backend(tokenizer: Any) -> Any:
+def backend_of(tokenizer: Any) -> Any:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise VocabularyMismatch(
@@ -235,9 +238,9 @@ def _backend(tokenizer: Any) -> Any:
     return backend
 
 
-def _table(tokenizer: Any) -> tuple[list[bytes | None], set[int]]:
+def vocabulary_table(tokenizer: Any) -> tuple[list[bytes | None], set[int]]:
     """Bytes of every id, added tokens by their text, and the ids of the added tokens."""
-    backend = _backend(tokenizer)
+    backend = backend_of(tokenizer)
     to_bytes = _piece_reader(tokenizer, backend)
     ordinary = backend.get_vocab(with_added_tokens=False)
     added = backend.get_added_tokens_decoder()
@@ -252,10 +255,10 @@ def _table(tokenizer: Any) -> tuple[list[bytes | None], set[int]]:
 
 def _piece_reader(tokenizer: Any, backend: Any) -> Callable[[str], bytes]:
     """How this tokenizer writes bytes in its vocabulary, as its decoder (else its pre-tokenizer) says."""
-    parts = _parts(backend.decoder, "decoders")
+    parts = component_parts(backend.decoder, "decoders")
     kinds = {part["type"] for part in parts}
     if not parts:
-        kinds = {part["type"] for part in _parts(backend.pre_tokenizer, "pretokenizers")} & {"ByteLevel"}
+        kinds = {part["type"] for part in component_parts(backend.pre_tokenizer, "pretokenizers")} & {"ByteLevel"}
     if "ByteLevel" in kinds:
         return _byte_level
     spaces = [_space_mark(part) for part in parts if part["type"] in ("Metaspace", "Replace")]
@@ -313,7 +316,7 @@ def _state(component: Any) -> bytes:
     return b"" if component is None else component.__getstate__()
 
 
-def _parts(component: Any, key: str) -> list[dict[str, Any]]:
+def component_parts(component: Any, key: str) -> list[dict[str, Any]]:
     """The steps of a normaliser, pre-tokenizer or decoder, sequences flattened."""
     if component is None:
         return []
