@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from cohobate.vocab.tokens import backend_of, component_parts, special_roles, token_bytes, vocabulary_table
+from cohobate.vocab.tokens import backend_of, special_roles, text_steps, token_bytes, vocabulary_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +47,11 @@ def token_pieces(tokenizer: Any) -> TokenPieces:
 
 def adds_prefix_space(tokenizer: Any) -> bool:
     """Whether the tokenizer may put a space in front of a text, or of what follows a special, that is not there."""
-    backend = backend_of(tokenizer)
-    normalizer, pre_tokenizer = (backend.normalizer, "normalizers"), (backend.pre_tokenizer, "pretokenizers")
     return any(
         step["type"] == "Prepend"
         or (step["type"] == "Metaspace" and step["prepend_scheme"] != "never")
         or (step["type"] == "ByteLevel" and step["add_prefix_space"])
-        for step in [*component_parts(*normalizer), *component_parts(*pre_tokenizer)]
+        for step in text_steps(tokenizer)
     )
 
 

@@ -12,7 +12,7 @@ Roles are bos, eos, unk, sep, cls and mask. The pad token has none: padding is t
 
 import hashlib
 import json
-from collections.abc import Callable
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,15 +42,10 @@ def token_bytes(tokenizer: Any) -> list[bytes | None]:
         VocabularyMismatch: (a ValueError) no fast tokenizer, a decoder that is none of these, or a step before the
             model that loses text (lower-casing, NFKC, stripping, dropping spaces), so that ids do not give it back.
     """
-    backend = backend_of(tokenizer)
-    steps = [
-        *component_parts(backend.normalizer, "normalizers"),
-        *component_parts(backend.pre_tokenizer, "pretokenizers"),
-    ]
-    if lossy := [step["type"] for step in steps if _loses_text(step)]:
+    if lossy := [step["type"] for step in text_steps(tokenizer) if _loses_text(step)]:
         raise VocabularyMismatch(
-            f"{_name(tokenizer)} changes or drops characters of the text ({', '.join(lossy)}), so its ids do not give "
-            "the text's bytes back. Only NFC normalisation is accepted."
+            f"{describe(tokenizer)} changes or drops characters of the text ({', '.join(lossy)}), so its ids do not "
+            "give the text's bytes back. Only NFC normalisation is accepted."
         )
     table, added = vocabulary_table(tokenizer)
     return [None if token_id in added else piece for token_id, piece in enumerate(table)]
@@ -78,6 +73,11 @@ def fingerprint(tokenizer: Any) -> str:
     for piece in table:
         digest.update(b"-" if piece is None else b"%d:" % len(piece) + piece)
     return digest.hexdigest()
+
+
+def merges_fingerprint(tokenizer: Any) -> str:
+    """sha256 (hex) over what turns a piece of text into ids: vocabulary, merges and their options."""
+    return hashlib.sha256(component_state(backend_of(tokenizer).model)).hexdigest()
 
 
 def template_fingerprint(tokenizer: Any) -> str | None:
@@ -191,9 +191,9 @@ def _check_text_rules(student: Any, teacher: Any, role_differences: list[str]) -
     """Everything by which two tokenizers of one vocabulary may still encode the same text differently."""
     ours, theirs = backend_of(student), backend_of(teacher)
     parts = [
-        ("the normalisers differ", _state(ours.normalizer) != _state(theirs.normalizer)),
-        ("the pre-tokenizers differ", _state(ours.pre_tokenizer) != _state(theirs.pre_tokenizer)),
-        ("the merges differ", _state(ours.model) != _state(theirs.model)),
+        ("the normalisers differ", component_state(ours.normalizer) != component_state(theirs.normalizer)),
+        ("the pre-tokenizers differ", component_state(ours.pre_tokenizer) != component_state(theirs.pre_tokenizer)),
+        ("the merges differ", component_state(ours.model) != component_state(theirs.model)),
         ("the chat templates differ", template_fingerprint(student) != template_fingerprint(teacher)),
     ]
     found = [text for text, differs in parts if differs] + role_differences
@@ -224,7 +224,8 @@ def _list(table: list[bytes | None], start: int) -> str:
     return ", ".join(named) + (", …" if len(table) > start + 4 else "")
 
 
-def _name(tokenizer: Any) -> str:
+def describe(tokenizer: Any) -> str:
+    """What a message calls this tokenizer."""
     return f"{type(tokenizer).__name__} {getattr(tokenizer, 'name_or_path', '') or '(unnamed)'}"
 
 
@@ -232,8 +233,8 @@ def backend_of(tokenizer: Any) -> Any:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise VocabularyMismatch(
-            f"{_name(tokenizer)} is no fast tokenizer (it has no `backend_tokenizer`), so its ids cannot be read as "
-            "bytes. Load the fast one: AutoTokenizer.from_pretrained(...)."
+            f"{describe(tokenizer)} is no fast tokenizer (it has no `backend_tokenizer`), so its ids cannot be read "
+            "as bytes. Load the fast one: AutoTokenizer.from_pretrained(...)."
         )
     return backend
 
@@ -241,7 +242,7 @@ def backend_of(tokenizer: Any) -> Any:
 def vocabulary_table(tokenizer: Any) -> tuple[list[bytes | None], set[int]]:
     """Bytes of every id, added tokens by their text, and the ids of the added tokens."""
     backend = backend_of(tokenizer)
-    to_bytes = _piece_reader(tokenizer, backend)
+    to_bytes = alphabet(tokenizer).read
     ordinary = backend.get_vocab(with_added_tokens=False)
     added = backend.get_added_tokens_decoder()
     size = max(max(ordinary.values(), default=-1), max(added, default=-1)) + 1
@@ -253,29 +254,55 @@ def vocabulary_table(tokenizer: Any) -> tuple[list[bytes | None], set[int]]:
     return table, set(added)
 
 
-def _piece_reader(tokenizer: Any, backend: Any) -> Callable[[str], bytes]:
-    """How this tokenizer writes bytes in its vocabulary, as its decoder (else its pre-tokenizer) says."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Alphabet:
+    """How a vocabulary writes bytes: in ByteLevel's characters, or as text with a mark for the space."""
+
+    byte_level: bool = False
+    space: str | None = None
+    byte_fallback: bool = False
+
+    def read(self, piece: str) -> bytes:
+        """The bytes of one entry of the vocabulary."""
+        if self.byte_level:
+            return _byte_level(piece)
+        if self.byte_fallback and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes.fromhex(piece[3:5])
+        return (piece.replace(self.space, " ") if self.space else piece).encode()
+
+    def write(self, piece: bytes) -> list[str | int]:
+        """Any bytes in the vocabulary's writing: texts for its merges, and between them bytes that are no text."""
+        if self.byte_level:
+            return ["".join(map(_CHARACTER_OF.__getitem__, piece))]
+        text = piece.decode("utf-8", "surrogateescape")
+        parts = re.findall("[\udc80-\udcff]|[^\udc80-\udcff]+", text)
+        return [
+            ord(part) - 0xDC00 if "\udc80" <= part <= "\udcff" else part.replace(" ", self.space or " ")
+            for part in parts
+        ]
+
+
+def alphabet(tokenizer: Any) -> _Alphabet:
+    """How this tokenizer writes bytes in its vocabulary, as its decoder (else its pre-tokenizer) says.
+
+    Raises:
+        VocabularyMismatch: a decoder that is not known to give the bytes of a single id.
+    """
+    backend = backend_of(tokenizer)
     parts = component_parts(backend.decoder, "decoders")
     kinds = {part["type"] for part in parts}
     if not parts:
         kinds = {part["type"] for part in component_parts(backend.pre_tokenizer, "pretokenizers")} & {"ByteLevel"}
     if "ByteLevel" in kinds:
-        return _byte_level
+        return _Alphabet(byte_level=True)
     spaces = [_space_mark(part) for part in parts if part["type"] in ("Metaspace", "Replace")]
     if kinds - {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"} or None in spaces or len(set(spaces)) > 1:
         raise VocabularyMismatch(
-            f"{_name(tokenizer)}: its decoder ({', '.join(sorted(kinds))}) is not known to give the bytes of a single "
-            "id. Known are ByteLevel BPE, SentencePiece-style with `▁`, and WordLevel or character vocabularies."
+            f"{describe(tokenizer)}: its decoder ({', '.join(sorted(kinds))}) is not known to give the bytes of a "
+            "single id. Known are ByteLevel BPE, SentencePiece-style with `▁`, and WordLevel or character "
+            "vocabularies."
         )
-    mark = spaces[0] if spaces else None
-    byte_fallback = "ByteFallback" in kinds
-
-    def read(piece: str) -> bytes:
-        if byte_fallback and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-            return bytes.fromhex(piece[3:5])
-        return (piece.replace(mark, " ") if mark else piece).encode()
-
-    return read
+    return _Alphabet(space=spaces[0] if spaces else None, byte_fallback="ByteFallback" in kinds)
 
 
 def _space_mark(part: dict[str, Any]) -> str | None:
@@ -293,6 +320,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+_CHARACTER_OF = {byte: character for character, byte in _BYTE_OF.items()}
 
 
 def _byte_level(piece: str) -> bytes:
@@ -312,8 +340,15 @@ def _loses_text(step: dict[str, Any]) -> bool:
     return kind not in ("NFC", "Prepend", "ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength")
 
 
-def _state(component: Any) -> bytes:
+def component_state(component: Any) -> bytes:
     return b"" if component is None else component.__getstate__()
+
+
+def text_steps(tokenizer: Any) -> list[dict[str, Any]]:
+    """What the tokenizer does to a text before its model sees it, step by step, as its JSON says."""
+    backend = backend_of(tokenizer)
+    steps = (backend.normalizer, "normalizers"), (backend.pre_tokenizer, "pretokenizers")
+    return [part for component, key in steps for part in component_parts(component, key)]
 
 
 def component_parts(component: Any, key: str) -> list[dict[str, Any]]:
@@ -326,4 +361,4 @@ def component_parts(component: Any, key: str) -> list[dict[str, Any]]:
             return [part]
         return [leaf for inner in part[key] for leaf in flatten(inner)]
 
-    return flatten(json.loads(_state(component)))
+    return flatten(json.loads(component_state(component)))
