@@ -11,6 +11,7 @@ V source tokens, K ids of all chains together.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -61,6 +62,30 @@ class SubtokenTable:
         """Source and destination ids of the chains of one token, ascending by source: `[n], [n]`."""
         sources = np.flatnonzero(self.lengths() == 1).astype(np.int32)
         return sources, self.ids[self.offsets[sources]]
+
+    @cached_property
+    def counterpart(self) -> NDArray[np.int32]:
+        """`[V]` the destination id of a chain of one token, -1 for every other source token."""
+        found = np.full(len(self), -1, dtype=np.int32)
+        sources, destinations = self.one_token()
+        found[sources] = destinations
+        return found
+
+    def alternatives(self, prefix: tuple[int, ...]) -> list[tuple[int, int]]:
+        """(source id, last id of its chain) of all chains of `prefix` and one more id, ascending by source id.
+
+        Everything the source side could have written in one token after which the destination side stands at
+        `prefix`; `prefix` has at least one id.
+        """
+        return self._by_prefix.get(prefix, [])
+
+    @cached_property
+    def _by_prefix(self) -> dict[tuple[int, ...], list[tuple[int, int]]]:
+        found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        for source in np.flatnonzero(self.lengths() > 1).tolist():
+            *prefix, last = self[source]
+            found.setdefault(tuple(prefix), []).append((source, last))
+        return found
 
     @classmethod
     def from_chains(

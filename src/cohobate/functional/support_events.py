@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which events of two vocabularies a chunk compares: pairs of tokens that end the same bytes after the same prefix.
+
+A chunk's student tokens a_1..a_m and teacher tokens b_1..b_n spell the same bytes. All but the last of each side are a
+prefix that both took; only the last token varies, so every probability stands in a row that the ordinary forward pass
+made, and no further forward pass is needed. The pairs (final student token, final teacher token) are
+
+    1:1         all tokens that both vocabularies have
+    1:n, n:1    all tokens of the short side whose chain is the long side's prefix and one more token
+    m:n         the pair that was realized
+
+They depend on ids and tables alone. This is the bookkeeping; the divergence over the pairs is `common_support.py`.
+S student tokens, N teacher tokens, C chunks.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+ForcedMode = Literal["union", "evict"]
+Ints = NDArray[np.int64]
+ONE_TO_ONE, ONE_TO_MANY, MANY_TO_ONE, MANY_TO_MANY = 0, 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupportOptions:
+    """What a chunk's support holds; see `common_support_divergence`."""
+
+    realized_only_mismatch: bool = False
+    keep_realized: bool = True
+    min_support: int = 1
+    forced_mode: ForcedMode = "union"
+
+    def __post_init__(self) -> None:
+        if self.min_support < 1:
+            raise ValueError(f"min_support must be >= 1, got {self.min_support}.")
+        if self.forced_mode not in ("union", "evict"):
+            raise ValueError(f"forced_mode must be 'union' or 'evict', got {self.forced_mode!r}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRows:
+    """The geometry of C chunks; a row is a position whose logits predict the next token."""
+
+    kind: Ints  # [C] 0 = 1:1, 1 = 1:n, 2 = n:1, 3 = m:n
+    scorable: NDArray[np.bool_]  # [C] both sides have a predictor for their first token
+    student_row: Ints  # [C] row that predicts the last student token
+    teacher_row: Ints  # [C]
+    student_prefix: tuple[Ints, Ints]  # rows before that, and the chunk of each
+    teacher_prefix: tuple[Ints, Ints]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairs:
+    """Explicit events, chunk after chunk: `[E]` each."""
+
+    chunk: Ints
+    student_id: Ints
+    teacher_id: Ints
+
+
+def chunk_rows(chunks: Any, num_student: int, num_teacher: int) -> ChunkRows:
+    """Kinds, predictor rows and what can be scored. A chunk whose first token nothing predicts is never scored.
+
+    Raises:
+        ValueError: chunks that reach beyond the tokens.
+    """
+    s0, s1 = (np.asarray(x, dtype=np.int64) for x in (chunks.student_start, chunks.student_end))
+    t0, t1 = (np.asarray(x, dtype=np.int64) for x in (chunks.teacher_start, chunks.teacher_end))
+    if len(s1) and (s1.max() > num_student or t1.max() > num_teacher or min(s0.min(), t0.min()) < 0):
+        raise ValueError(
+            f"the chunks reach to student token {s1.max()} and teacher token {t1.max()}, but there are {num_student} "
+            f"and {num_teacher}."
+        )
+    m, n = s1 - s0, t1 - t0
+    scorable = (m > 0) & (n > 0) & (s0 >= 1) & (t0 >= 1)
+    return ChunkRows(
+        kind=np.where(m > 1, np.where(n > 1, MANY_TO_MANY, MANY_TO_ONE), np.where(n > 1, ONE_TO_MANY, ONE_TO_ONE)),
+        scorable=scorable,
+        student_row=s1 - 2,
+        teacher_row=t1 - 2,
+        student_prefix=_prefix_rows(s0, s1, scorable),
+        teacher_prefix=_prefix_rows(t0, t1, scorable),
+    )
+
+
+def mismatch_pairs(
+    rows: ChunkRows, chunks: Any, student_ids: Ints, teacher_ids: Ints, tables: Any, options: SupportOptions
+) -> Pairs:
+    """The events of every scorable chunk that is not 1:1; a chunk with too few alternatives has none."""
+    chunk, student, teacher = [], [], []
+    ranges = np.stack([chunks.student_start, chunks.student_end, chunks.teacher_start, chunks.teacher_end], axis=1)
+    for c in np.flatnonzero(rows.scorable & (rows.kind != ONE_TO_ONE)).tolist():
+        s0, s1, t0, t1 = ranges[c].tolist()
+        ours, theirs = student_ids[s0:s1].tolist(), teacher_ids[t0:t1].tolist()
+        for of_student, of_teacher in _support(int(rows.kind[c]), ours, theirs, tables, options):
+            chunk.append(c)
+            student.append(of_student)
+            teacher.append(of_teacher)
+    return Pairs(
+        **{
+            name: np.asarray(values, dtype=np.int64)
+            for name, values in (("chunk", chunk), ("student_id", student), ("teacher_id", teacher))
+        }
+    )
+
+
+def disjoint(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """`pairs` without those that use a student id or a teacher id again: one event must not be counted twice."""
+    kept, ours, theirs = [], set(), set()
+    for of_student, of_teacher in pairs:
+        if of_student not in ours and of_teacher not in theirs:
+            kept.append((of_student, of_teacher))
+            ours.add(of_student)
+            theirs.add(of_teacher)
+    return kept
+
+
+def _support(
+    kind: int, ours: Sequence[int], theirs: Sequence[int], tables: Any, options: SupportOptions
+) -> list[tuple[int, int]]:
+    realized = (ours[-1], theirs[-1])
+    if kind == MANY_TO_MANY or options.realized_only_mismatch:
+        return [realized]
+    if kind == ONE_TO_MANY:
+        pairs = tables.student_to_teacher.alternatives(tuple(theirs[:-1]))
+    else:
+        pairs = [(s, t) for t, s in tables.teacher_to_student.alternatives(tuple(ours[:-1]))]
+    if options.keep_realized and realized not in pairs:
+        pairs = [realized, *pairs]
+    found = disjoint(pairs)
+    return found if len(found) >= options.min_support else []
+
+
+def _prefix_rows(start: Ints, end: Ints, scorable: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    """Rows `start - 1 .. end - 3` of each scorable chunk, one after another, and the chunk of each row."""
+    lengths = np.where(scorable, np.maximum(end - start - 1, 0), 0)
+    chunk = np.repeat(np.arange(len(start)), lengths)
+    within = np.arange(len(chunk)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return start[chunk] - 1 + within, chunk

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a CSD loss reads of the student's logits, worked out before they are touched: rows, ids, the teacher's numbers.
+
+Ids, tables and the teacher's scores are constants. All that is known of them ends up here as flat integer and float
+tensors on the student's device, so that the differentiable part (`common_support.py`) is gathers and segment sums.
+
+S student tokens, N teacher tokens, C chunks, D of them 1:1, K kept ids of a sparse teacher, E listed events, P rows
+before the last of their chunk.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cohobate.functional.kernels import kernels_for
+from cohobate.functional.logprobs import upcast
+from cohobate.functional.moments import side_moments
+from cohobate.functional.scores import TopKScores
+from cohobate.functional.support_events import ONE_TO_ONE, ChunkRows, SupportOptions, chunk_rows, mismatch_pairs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that needs no gradient: which logits of the student are read, and the teacher's side in numbers."""
+
+    scale: float  # 1 / temperature
+    beta: float
+    last_row: Tensor  # [C] the student's row that predicts a chunk's last token; 0 where not scorable
+    prefix_chunk: Tensor  # [P] one entry for each student row before the last of its chunk
+    prefix_row: Tensor  # [P]
+    prefix_id: Tensor  # [P] the token realized there
+    event_chunk: Tensor  # [E]
+    event_id: Tensor  # [E] final student token
+    event_teacher: Tensor  # [E] the teacher's log-probability of the pair, prefix included
+    dense: "WholeRows | None"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeRows:
+    """1:1 chunks against a teacher's whole row: every common token is an event, so the events are columns."""
+
+    chunk: Tensor  # [D]
+    teacher_row: Tensor  # [D]
+    teacher_logits: Tensor  # [N, Vt]
+    teacher_log_z: Tensor  # [N]
+    student_common: Tensor  # [n] ids, pair by pair
+    teacher_common: Tensor  # [n]
+    student_other: Tensor  # ids that are in no pair: REST
+    teacher_other: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherRows:
+    """What a teacher says of a row: log-probabilities of some ids, and always that of the realized token."""
+
+    dense: Tensor | None  # [N, Vt] raw logits
+    scale: float  # 1 / temperature
+    log_z: Tensor  # [N] at the temperature
+    realized: Tensor  # [N] log-probability of the token that row p predicts, y_(p + 1)
+    ids: Tensor | None  # [N, K + 1] kept ids and the realized one; None: all of them
+    logprobs: Tensor | None  # [N, K + 1]
+    visible: Tensor | None  # [N, K + 1] bool
+
+    @classmethod
+    def read(
+        cls, scores: Tensor | TopKScores, teacher_ids: Tensor, temperature: float, options: SupportOptions
+    ) -> "TeacherRows":
+        following = teacher_ids.roll(-1)  # what row p predicts; of the last row nothing is read
+        if isinstance(scores, Tensor):
+            logits = scores.detach()
+            log_z, _ = side_moments(*kernels_for(logits).side_sums(logits, 1 / temperature))
+            realized = upcast(logits.gather(-1, following[:, None]).squeeze(-1)) / temperature - log_z
+            return cls(
+                dense=logits,
+                scale=1 / temperature,
+                log_z=log_z,
+                realized=realized,
+                ids=None,
+                logprobs=None,
+                visible=None,
+            )
+        realized = scores.realized_logit / temperature - scores.log_normalizer
+        kept = scores.ids == following[:, None]  # [N, K]
+        visible = torch.ones_like(kept)
+        forced = ~kept.any(-1, keepdim=True)  # [N, 1] the realized token is not among the kept
+        if not options.keep_realized:
+            forced = torch.zeros_like(forced)
+        elif options.forced_mode == "evict":
+            # of equal logits the highest id goes; ids ascend, so that is the last of the lowest
+            lowest = (scores.logits == scores.logits.amin(-1, keepdim=True)).long()
+            last = (lowest.cumsum(-1) == lowest.sum(-1, keepdim=True)) & (lowest == 1)
+            visible &= ~(last & forced)
+        return cls(
+            dense=None,
+            scale=1 / temperature,
+            log_z=scores.log_normalizer,
+            realized=realized,
+            ids=torch.cat([scores.ids, following[:, None]], -1),
+            logprobs=torch.cat([scores.logprobs(), realized[:, None]], -1),
+            visible=torch.cat([visible, forced], -1),
+        )
+
+    def look_up(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability and visibility of `ids [E]` in `rows [E]`."""
+        if self.dense is not None:
+            return upcast(self.dense[rows, ids]) * self.scale - self.log_z[rows], torch.ones_like(
+                ids, dtype=torch.bool
+            )
+        assert self.ids is not None
+        assert self.logprobs is not None
+        assert self.visible is not None
+        hit = (self.ids[rows] == ids[:, None]) & self.visible[rows]  # [E, K + 1]
+        return torch.where(hit, self.logprobs[rows], 0.0).sum(-1), hit.any(-1)
+
+
+_Events = tuple[Tensor, Tensor, Tensor]  # chunk, final student token, the teacher's log-probability of the final: [E]
+
+
+def build_plan(
+    student_ids: Tensor,
+    teacher_ids: Tensor,
+    teacher: TeacherRows,
+    chunks: Any,
+    tables: Any,
+    options: SupportOptions,
+    beta: float,
+) -> tuple[Plan, ChunkRows]:
+    rows = chunk_rows(chunks, student_ids.shape[0], teacher_ids.shape[0])
+    one_to_one = _tensor(np.flatnonzero(rows.scorable & (rows.kind == ONE_TO_ONE)), student_ids)
+    last_s, last_t = _tensor(rows.student_row, student_ids), _tensor(rows.teacher_row, student_ids)
+    singles = _Singles(
+        chunk=one_to_one,
+        teacher_row=last_t[one_to_one],
+        student_id=student_ids[last_s[one_to_one] + 1],
+        teacher_id=teacher_ids[last_t[one_to_one] + 1],
+    )
+    pairs = mismatch_pairs(rows, chunks, student_ids.cpu().numpy(), teacher_ids.cpu().numpy(), tables, options)
+    chunk, final_s, final_t = (_tensor(x, student_ids) for x in (pairs.chunk, pairs.student_id, pairs.teacher_id))
+    logprob, visible = teacher.look_up(last_t[chunk], final_t)
+    parts: list[_Events] = [(chunk[visible], final_s[visible], logprob[visible])]
+    whole = None
+    if teacher.dense is None:
+        parts.append(_kept_events(singles, teacher, tables, options))
+    else:
+        whole, forced = _whole_rows(singles, teacher, tables, options)
+        parts.append(forced)
+    event_chunk, event_id, event_teacher = (torch.cat(column) for column in zip(*parts, strict=True))
+    row_t, chunk_t = (_tensor(x, student_ids) for x in rows.teacher_prefix)
+    prefix = teacher.log_z.new_zeros(len(rows.kind)).index_add_(0, chunk_t, teacher.realized[row_t])
+    row_s, chunk_s = (_tensor(x, student_ids) for x in rows.student_prefix)
+    plan = Plan(
+        scale=teacher.scale,
+        beta=beta,
+        last_row=_tensor(np.where(rows.scorable, rows.student_row, 0), student_ids),
+        prefix_chunk=chunk_s,
+        prefix_row=row_s,
+        prefix_id=student_ids[row_s + 1],
+        event_chunk=event_chunk,
+        event_id=event_id,
+        event_teacher=event_teacher + prefix[event_chunk],
+        dense=whole,
+    )
+    return plan, rows
+
+
+def _tensor(values: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(like.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Singles:
+    """The scorable 1:1 chunks and the tokens realized there: `[D]` each."""
+
+    chunk: Tensor
+    teacher_row: Tensor
+    student_id: Tensor
+    teacher_id: Tensor
+
+
+def _kept_events(singles: _Singles, teacher: TeacherRows, tables: Any, options: SupportOptions) -> _Events:
+    """1:1 chunks against sparse rows: the visible ids that the student has too, and the realized pair."""
+    assert teacher.ids is not None
+    assert teacher.logprobs is not None
+    assert teacher.visible is not None
+    ids = teacher.ids[singles.teacher_row]  # [D, K + 1]
+    student = _tensor(tables.teacher_to_student.counterpart, ids).long()[ids]
+    visible = teacher.visible[singles.teacher_row]
+    if options.keep_realized:
+        is_realized = ids == singles.teacher_id[:, None]
+        visible = visible & (is_realized | (student != singles.student_id[:, None]))  # no student id twice
+        student = torch.where(is_realized, singles.student_id[:, None], student)
+    visible = visible & (student >= 0)
+    row, slot = visible.nonzero(as_tuple=True)
+    return singles.chunk[row], student[row, slot], teacher.logprobs[singles.teacher_row[row], slot]
+
+
+def _whole_rows(
+    singles: _Singles, teacher: TeacherRows, tables: Any, options: SupportOptions
+) -> tuple[WholeRows, _Events]:
+    """1:1 chunks against whole rows; those whose realized pair is not common have their events listed instead."""
+    assert teacher.dense is not None
+    ours, theirs = (_tensor(x, singles.chunk).long() for x in tables.common)  # [n]
+    student_of = _tensor(tables.teacher_to_student.counterpart, singles.chunk).long()
+    listed = student_of[singles.teacher_id] != singles.student_id
+    if not options.keep_realized:
+        listed = torch.zeros_like(listed)
+    events: list[_Events] = [(singles.chunk[:0], ours[:0], teacher.log_z[:0])]
+    for i in listed.nonzero().squeeze(-1).tolist():
+        a, b, row = singles.student_id[i], singles.teacher_id[i], singles.teacher_row[i]
+        apart = (ours != a) & (theirs != b)
+        final_s, final_t = torch.cat([a[None], ours[apart]]), torch.cat([b[None], theirs[apart]])
+        logprob, _ = teacher.look_up(row.expand_as(final_t), final_t)
+        events.append((singles.chunk[i].expand_as(final_s), final_s, logprob))
+    whole = WholeRows(
+        chunk=singles.chunk[~listed],
+        teacher_row=singles.teacher_row[~listed],
+        teacher_logits=teacher.dense,
+        teacher_log_z=teacher.log_z,
+        student_common=ours,
+        teacher_common=theirs,
+        student_other=_others(ours, len(tables.student_to_teacher)),
+        teacher_other=_others(theirs, len(tables.teacher_to_student)),
+    )
+    chunk, final_s, logprob = (torch.cat(column) for column in zip(*events, strict=True))
+    return whole, (chunk, final_s, logprob)
+
+
+def _others(ids: Tensor, vocab_size: int) -> Tensor:
+    left = torch.ones(vocab_size, dtype=torch.bool, device=ids.device)
+    left[ids] = False
+    return left.nonzero().squeeze(-1)
