@@ -3,11 +3,11 @@
 
 For each chunk of bytes that both sides spell (`align_bytes`) the support is a list of pairs (student token, teacher
 token) that end the same bytes (`support_events.py`); whatever else a side could have written is one more event, REST.
-Both partitions sum to one, so a Jensen-Shannon divergence or a KL between them is exact: no vocabulary is
-projected onto another, no strings are compared.
+Both partitions sum to one, so a Jensen-Shannon divergence or a KL between them is exact: no vocabulary is projected
+onto another, no strings are compared.
 
-A pair's log-probability is that of the realized prefix plus that of the final token, all read from rows of the ordinary
-forward pass. With p, q of student and teacher, D over the support and REST, and delta_i = dD/d(log p_i) (REST being
+A pair's log-probability is that of the realized prefix plus that of the final token, all read from rows of the
+ordinary forward pass. With p, q of student and teacher, D over the support and REST, and delta_i = dD/d(log p_i) (REST being
 1 - sum p), the gradient of a row is closed: on a chunk's last row delta_i at the support minus (sum delta) times the
 row's softmax; on a prefix row (sum delta) times (the realized token minus the row's softmax). So the backward pass
 needs one scaled softmax of each row and a few scattered numbers: nothing of size [S, V] is kept for it.
