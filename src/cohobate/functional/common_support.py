@@ -7,10 +7,10 @@ Both partitions sum to one, so a Jensen-Shannon divergence or a KL between them 
 onto another, no strings are compared.
 
 A pair's log-probability is that of the realized prefix plus that of the final token, all read from rows of the
-ordinary forward pass. With p, q of student and teacher, D over the support and REST, and delta_i = dD/d(log p_i)
-(REST being 1 - sum p), the gradient of a row is closed: on a chunk's last row delta_i at the support minus (sum delta)
-times the row's softmax; on a prefix row (sum delta) times (the realized token minus the row's softmax). So the backward
-pass needs one scaled softmax of each row and a few scattered numbers: nothing of size [S, V] is kept for it.
+ordinary forward pass. With p, q of student and teacher, D over the support and REST, and delta_i = dD/d(log p_i),
+REST being 1 - sum p, the gradient of a row is closed: on a chunk's last row delta_i at the support minus (sum delta)
+times the row's softmax; on a prefix row (sum delta) times (the realized token minus the row's softmax). So the
+backward pass needs one scaled softmax of each row and a few scattered numbers: nothing of size [S, V] is kept for it.
 
 S student tokens, N teacher tokens, Vs and Vt vocabularies, C chunks, K kept ids of a sparse teacher, E events.
 """

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How two vocabularies relate: what each id stands for, and whether it is the same on both sides."""
 
+from cohobate.vocab.projection import Projection
 from cohobate.vocab.subtokens import SubtokenTables
 from cohobate.vocab.tokens import (
     SharedVocabulary,
@@ -14,6 +15,7 @@ from cohobate.vocab.tokens import (
 )
 
 __all__ = [
+    "Projection",
     "SharedVocabulary",
     "SubtokenTables",
     "check_config_vocab_size",

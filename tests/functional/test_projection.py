@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""X-Token against its definition written out, and against its published numbers."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cohobate.align import Chunks
+from cohobate.functional.projection import projected_kl
+from cohobate.vocab import Projection
+
+from . import csd_oracle
+from .csd_oracle import World
+from .test_common_support import EXAMPLE, STUDENT_ROWS, TEACHER_ROWS, case, example_chunks, ids, logs
+
+EPS = 1e-10
+
+
+def example_projection() -> Projection:
+    return Projection.from_rows(
+        [[4, -1], [3, -1], [2, -1], [1, -1], [0, -1], [0, 1], [0, 3], [0, -1]],
+        [[1, 0]] * 5 + [[10 / 11, 1 / 11], [10 / 11, 1 / 11], [1, 0]],
+        [True] * 5 + [False] * 3,
+        teacher_vocab_size=9,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "dropped"),
+    [
+        ({}, 5.171945210869, 0.079419828353),
+        ({"vocab_top_k": 5}, 3.738795109107, 0.079250559867),
+        ({"temperature": 2.0}, 27.210525099725, 0.319691805622),
+        ({"mode": "gold"}, 0.373871193911, 0.373871193911),
+        ({"mode": "hkl"}, 0.373871193911, 0.373871193911),
+    ],
+)
+def test_the_published_numbers(options: dict[str, Any], kept: float, dropped: float):
+    for drop, want in ((False, kept), (True, dropped)):
+        out = projected_kl(
+            logs(STUDENT_ROWS),
+            ids(EXAMPLE.student_ids),
+            logs(TEACHER_ROWS),
+            ids(EXAMPLE.teacher_ids),
+            example_chunks(),
+            example_projection(),
+            drop_unreachable=drop,
+            **options,
+        )
+        assert out.valid.tolist() == [False, True, True, True, True]
+        scaled = options.get("temperature", 1.0) ** 2 * out.divergence.sum().item() / 4
+        assert scaled == pytest.approx(want, abs=1e-11)
+
+
+def spread(made: World, k: int = 3) -> Projection:
+    """Rows from the chains of a random world: what `Projection.build` does without its reverse pass."""
+    indices, weights, exact = [], [], []
+    for chain in made.forward:
+        chain = chain if len(chain) <= k else ()
+        raw = [0.1**i for i in range(len(chain))]
+        merged: dict[int, float] = {}
+        for token, weight in zip(chain, raw, strict=True):
+            merged[token] = merged.get(token, 0) + weight / sum(raw)
+        row = sorted(merged.items(), key=lambda item: (-item[1], item[0]))
+        indices.append([*(token for token, _ in row), *[-1] * (k - len(row))])
+        weights.append([*(weight for _, weight in row), *[0.0] * (k - len(row))])
+        exact.append(len(chain) == 1)
+    return Projection.from_rows(indices, weights, exact, teacher_vocab_size=len(made.teacher))
+
+
+def by_definition(
+    student: Tensor, teacher: Tensor, made: World, chunks: Chunks, projection: Projection, **options: Any
+) -> Tensor:
+    """One chunk, one column and one row at a time."""
+    temperature, mode = options.get("temperature", 1.0), options.get("mode", "pkl")
+    s, t = (student / temperature).log_softmax(-1), (teacher / temperature).log_softmax(-1)
+    of_chunk = [
+        ([p for p in range(s0 - 1, s1 - 1) if p >= 0], [p for p in range(t0 - 1, t1 - 1) if p >= 0])
+        for s0, s1, t0, t1 in chunks
+    ]
+    used = sorted({p for ours, theirs in of_chunk if ours and theirs for p in theirs})
+    importance = [max(float(teacher[p, v]) for p in used) for v in range(teacher.shape[1])]
+    order = sorted(range(teacher.shape[1]), key=lambda v: (-importance[v], v))[: options.get("vocab_top_k", 99)]
+    columns = sorted(order)
+    if options.get("drop_unreachable", True):
+        columns = [v for v in columns if (projection.indices == v).any()]
+    q_rows = (teacher / temperature)[:, columns].log_softmax(-1)
+    values = []
+    for ours, theirs in of_chunk:
+        if not (ours and theirs):
+            values.append(student.sum() * 0)
+            continue
+        n_s, n_t = len(ours) + EPS, len(theirs) + EPS
+        if mode == "pkl":
+            r = []
+            for column in columns:
+                mass = student.sum() * 0
+                for token in range(student.shape[1]):
+                    for slot, to in enumerate(projection.indices[token]):
+                        if to == column:
+                            weight = float(projection.weights[token, slot])
+                            mass = mass + sum(s[p, token].exp() for p in ours) / n_s * weight
+                r.append(mass)
+            stacked = torch.stack(r)
+            r_log = (stacked / (stacked.sum() + EPS) + EPS).log()
+            q = q_rows[theirs].sum(0) / n_t
+            terms = r_log.exp() * (r_log - q) if options.get("reverse") else q.exp() * (q - r_log)
+            values.append(terms.sum())
+            continue
+        pairs = dict(reversed([(int(b), int(a)) for a, b in zip(*projection.strict_pairs, strict=True)]))
+        a, b = s[ours].sum(0) / n_s, t[theirs].sum(0) / n_t
+        total = student.sum() * 0
+        for of_teacher, of_student in pairs.items():
+            x, y = a[of_student], b[of_teacher]
+            total = total + (x.exp() * (x - y) if options.get("reverse") else y.exp() * (y - x))
+        rest_s = sorted(
+            (a[v].exp() for v in range(len(a)) if v not in pairs.values()),
+            key=lambda x: x.detach().item(),
+            reverse=True,
+        )
+        rest_t = sorted(
+            (b[v].exp() for v in range(len(b)) if v not in pairs), key=lambda x: x.detach().item(), reverse=True
+        )
+        top = options.get("uncommon_top_k", 99)
+        for x, y in list(zip(rest_s, rest_t, strict=False))[:top]:
+            total = total + (x - y).abs()
+        values.append(total)
+    return torch.stack(values)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reverse": True, "temperature": 1.5},
+        {"vocab_top_k": 4, "drop_unreachable": False},
+        {"vocab_top_k": 5},
+        {"mode": "gold"},
+        {"mode": "gold", "reverse": True, "uncommon_top_k": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_value_and_gradient_are_the_definition(seed: int, options: dict[str, Any]):
+    made = csd_oracle.world(seed, length=16)
+    student, teacher, chunks = case(seed, made)
+    projection = spread(made)
+    leaf, twin = student.clone().requires_grad_(), student.clone().requires_grad_()
+    out = projected_kl(leaf, ids(made.student_ids), teacher, ids(made.teacher_ids), chunks, projection, **options)
+    want = by_definition(twin, teacher, made, chunks, projection, **options)
+    torch.testing.assert_close(out.divergence, want, atol=1e-11, rtol=1e-9)
+    weights = torch.linspace(0.5, 2, len(chunks), dtype=torch.float64)
+    (grad,) = torch.autograd.grad((out.divergence * weights).sum(), leaf)
+    (want_grad,) = torch.autograd.grad((want * weights).sum(), twin)
+    torch.testing.assert_close(grad, want_grad, atol=1e-11, rtol=1e-9)
+
+
+def test_a_column_that_nothing_projects_to_costs_23_nats_times_its_mass_unless_dropped():
+    teacher = logs(TEACHER_ROWS)
+    out = [
+        projected_kl(
+            logs(STUDENT_ROWS),
+            ids(EXAMPLE.student_ids),
+            teacher,
+            ids(EXAMPLE.teacher_ids),
+            example_chunks(),
+            example_projection(),
+            drop_unreachable=drop,
+        ).divergence
+        for drop in (False, True)
+    ]
+    unreachable = teacher.exp()[0, 5:].sum().item()
+    assert out[0][1].item() > 0.8 * unreachable * -math.log(EPS)
+    assert out[1].max() < 0.2
+
+
+def test_only_exact_chunks_are_valid_if_asked():
+    out = projected_kl(
+        logs(STUDENT_ROWS),
+        ids(EXAMPLE.student_ids),
+        logs(TEACHER_ROWS),
+        ids(EXAMPLE.teacher_ids),
+        example_chunks(),
+        example_projection(),
+        exact_only=True,
+    )
+    assert out.valid.tolist() == [False, True, False, False, False]
+
+
+def test_columns_chosen_by_the_caller_are_used_and_one_vocabulary_is_the_full_divergence():
+    words = [b"a", b"b", b"c"]
+    made = World(words, words, [0, 2, 1], [0, 2, 1], [(0,), (1,), (2,)], [(0,), (1,), (2,)])
+    student, teacher, chunks = case(0, made)
+    projection = spread(made)
+    arguments: Any = (student, ids([0, 2, 1]), teacher, ids([0, 2, 1]), chunks, projection)
+    full = projected_kl(*arguments).divergence
+    s, t = student.log_softmax(-1), teacher.log_softmax(-1)
+    torch.testing.assert_close(full[1:], (t.exp() * (t - s)).sum(-1)[:2], atol=1e-8, rtol=1e-7)
+    two = projected_kl(*arguments, columns=torch.tensor([0, 2])).divergence
+    s2, t2 = student[:, [0, 2]].log_softmax(-1), teacher[:, [0, 2]].log_softmax(-1)
+    torch.testing.assert_close(two[1:], (t2.exp() * (t2 - s2)).sum(-1)[:2], atol=1e-8, rtol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mode": "kl"}, "mode must be"),
+        ({"temperature": 0.0}, "temperature must be"),
+        ({"vocab_top_k": 0}, "vocab_top_k must be >= 1"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(change: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        projected_kl(
+            logs(STUDENT_ROWS),
+            ids(EXAMPLE.student_ids),
+            logs(TEACHER_ROWS),
+            ids(EXAMPLE.teacher_ids),
+            example_chunks(),
+            example_projection(),
+            **change,
+        )
+
+
+def test_padded_or_swapped_logits_are_refused():
+    with pytest.raises(ValueError, match="the student's logits have 9 columns, the projection 8 ids"):
+        projected_kl(
+            logs(TEACHER_ROWS),
+            ids(EXAMPLE.teacher_ids),
+            logs(STUDENT_ROWS),
+            ids(EXAMPLE.student_ids),
+            example_chunks(),
+            example_projection(),
+        )
