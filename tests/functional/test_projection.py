@@ -174,7 +174,7 @@ def test_a_column_that_nothing_projects_to_costs_23_nats_times_its_mass_unless_d
     ]
     unreachable = teacher.exp()[0, 5:].sum().item()
     assert out[0][1].item() > 0.8 * unreachable * -math.log(EPS)
-    assert out[1].max() < 0.2
+    assert out[1][1] < 0.3
 
 
 def test_only_exact_chunks_are_valid_if_asked():
