@@ -15,9 +15,11 @@ from typing import Annotated
 
 import typer
 
+from cohobate.cli.align import align
 from cohobate.cli.demo import demo
 from cohobate.cli.evaluate import evaluate
 from cohobate.cli.train import train
+from cohobate.cli.vocabularies import projection, subtokens
 from cohobate.errors import CohobateError, ConfigError, MissingExtra, VocabularyMismatch
 
 FAILED, WRONG_USAGE = 1, 2
@@ -60,6 +62,9 @@ app = typer.Typer(
 app.command("train")(train)
 app.command("eval")(evaluate)
 app.command("demo")(demo)
+app.command("align")(align)
+app.add_typer(subtokens, name="subtokens")
+app.add_typer(projection, name="projection")
 
 
 def _print_version(wanted: bool) -> None:

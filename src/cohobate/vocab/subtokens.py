@@ -88,7 +88,8 @@ class SubtokenTables:
             files = [(path / f"{name}.safetensors", name) for name in (FORWARD, REVERSE)]
         else:
             files = [(path, FORWARD), (path, REVERSE)]
-        tables = cls(**{name: _read(file, name) for file, name in files})
+        one_file = teacher_to_student is None and not path.is_dir()
+        tables = cls(**{name: _read(file, name, both=one_file) for file, name in files})
         tables._check_numbers()
         return tables
 
@@ -167,15 +168,15 @@ def write_tables(path: str | Path, tables: Mapping[str, SubtokenTable]) -> None:
         save_file(tensors, temporary, metadata=headers)
 
 
-def _read(path: Path, name: str) -> SubtokenTable:
-    """The direction `name` of a file, or the only one that it has."""
+def _read(path: Path, name: str, *, both: bool) -> SubtokenTable:
+    """The direction `name` of a file, or, unless the file should hold `both`, the only one that it has."""
     if not path.is_file():
         raise VocabularyMismatch(f"there is no sub-token table at {path}. {_REBUILD}")
     try:
         with safe_open(path, framework="numpy") as file:
             headers = file.metadata() or {}
             found = [n for n in (FORWARD, REVERSE, SINGLE) if n in headers]
-            wanted = name if name in found else SINGLE
+            wanted = name if both or name in found else SINGLE
             if wanted not in found:
                 raise VocabularyMismatch(
                     f"{path} holds {', '.join(found) or 'no sub-token table'}, not {name}: a pair needs both "
