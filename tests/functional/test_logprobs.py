@@ -12,6 +12,7 @@ from cohobate.functional.logprobs import (
     gather_last,
     head_logits,
     log_softmax,
+    put_last,
     real_vocabulary,
     scale_and_cap,
     token_logprobs,
@@ -125,3 +126,15 @@ def test_a_temperature_that_is_no_positive_number_is_refused(temperature: float)
 def test_a_softcap_that_is_no_positive_number_is_refused(softcap: float):
     with pytest.raises(ValueError, match="softcap must be"):
         scale_and_cap(torch.zeros(3), softcap=softcap)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_what_is_put_at_some_ids_leaves_all_others_as_they_were(dtype: torch.dtype):
+    target = oracle.draw(3, 6, seed=20, dtype=dtype)
+    ids, values = torch.tensor([[5, 0], [2, 3], [4, 1]]), oracle.draw(3, 2, seed=21)
+    want = target.clone()
+    for n in range(3):
+        for k in range(2):
+            want[n, ids[n, k]] = values[n, k]
+    assert torch.equal(put_last(target, ids, values), want)
+    assert put_last(target, ids, -7.0).gather(-1, ids).unique().tolist() == [-7.0]

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from cohobate.functional.reduce import as_mask, divide_by_count, masked_sum, select_valid
+from cohobate.functional.reduce import as_mask, divide_by_count, masked_sum, select_valid, weigh
 
 
 def test_a_step_is_one_mean_and_not_a_mean_of_means():
@@ -66,3 +66,13 @@ def test_a_mask_is_zeros_and_ones():
 def test_a_mask_of_another_shape_is_refused():
     with pytest.raises(ValueError, match=r"got \(2, 3\) and \(3,\)"):
         masked_sum(torch.zeros(2, 3), torch.ones(3))
+
+
+def test_a_weight_of_zero_hides_what_it_weights_and_its_gradient():
+    values = torch.tensor([2.0, math.nan, math.inf, -1.0], requires_grad=True)
+    out = weigh(values, torch.tensor([0.5, 0.0, 0.0, 3.0], dtype=torch.float64))
+    out.sum().backward()
+    assert out.tolist() == [1.0, 0.0, 0.0, -3.0]
+    assert out.dtype == torch.float32
+    assert values.grad is not None
+    assert values.grad.tolist() == [0.5, 0.0, 0.0, 3.0]

@@ -11,6 +11,7 @@ from cohobate.functional.scores import DenseScores, HiddenScores, OutputHead, to
 from cohobate.functional.topk import topk_divergence
 
 from . import oracle
+from .memory import NewMemory
 
 
 def test_top_k_keeps_true_log_probabilities_sorted_by_id():
@@ -77,3 +78,17 @@ def test_dense_scores_are_the_logits_they_hold():
     logits = oracle.draw(2, 5, seed=8)
     assert DenseScores(dense=logits).logits() is logits
     assert DenseScores(dense=logits).vocab_size == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_top_k_of_a_wide_vocabulary_makes_no_second_tensor_of_its_size(dtype: torch.dtype):
+    logits = oracle.draw(200, 4099, seed=9, scale=4.0, dtype=dtype)
+    targets = torch.arange(200)
+    with NewMemory(logits, targets) as memory:
+        got = top_k_scores(logits, 5, targets, temperature=0.5)
+    assert memory.larger_than(200 * 4099 * dtype.itemsize - 1) == 0
+    wide = logits.double()
+    torch.testing.assert_close(got.log_normalizer.double(), (wide * 2).logsumexp(-1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(got.log_normalizer_t1.double(), wide.logsumexp(-1), rtol=1e-6, atol=0)
+    order = torch.sort(wide, dim=-1, descending=True, stable=True).indices[:, :5].sort(-1).values
+    assert torch.equal(got.ids, order)

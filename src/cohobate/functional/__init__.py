@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors in, tensors out: every formula of the library, once. No config, process group, logging or model."""
 
+from cohobate.functional.common_support import (
+    CommonSupportOutput,
+    common_support_divergence,
+    common_support_loss_sum,
+)
 from cohobate.functional.divergences import (
     clip_divergence,
     divergence,
@@ -21,7 +26,13 @@ from cohobate.functional.estimators import (
     tip_scores,
 )
 from cohobate.functional.fused_linear import FusedDivergence, fused_linear_divergence
-from cohobate.functional.fused_logprobs import fused_linear_logprobs
+from cohobate.functional.fused_logprobs import (
+    FusedTokenLoss,
+    TokenLoss,
+    fused_linear_logprobs,
+    fused_linear_token_loss,
+)
+from cohobate.functional.fused_topk import fused_linear_topk
 from cohobate.functional.jsd_loss import JSDLossOutput, generalized_jsd_loss
 from cohobate.functional.logprobs import (
     entropy,
@@ -33,6 +44,7 @@ from cohobate.functional.logprobs import (
     token_logprobs,
     upcast,
 )
+from cohobate.functional.projection import ProjectedOutput, projected_kl
 from cohobate.functional.reduce import divide_by_count, masked_sum, select_valid
 from cohobate.functional.scores import (
     DenseScores,
@@ -44,18 +56,25 @@ from cohobate.functional.scores import (
     top_k_scores,
 )
 from cohobate.functional.topk import log_tail_mass, topk_divergence
+from cohobate.functional.workspace import release_workspace
 
 __all__ = [
+    "CommonSupportOutput",
     "DenseScores",
     "FusedDivergence",
+    "FusedTokenLoss",
     "HiddenScores",
     "JSDLossOutput",
     "OutputHead",
+    "ProjectedOutput",
     "SampledScores",
     "TeacherScores",
+    "TokenLoss",
     "TopKScores",
     "clip_divergence",
     "clipped_surrogate",
+    "common_support_divergence",
+    "common_support_loss_sum",
     "divergence",
     "divergence_terms",
     "divide_by_count",
@@ -63,6 +82,8 @@ __all__ = [
     "forward_kl",
     "fused_linear_divergence",
     "fused_linear_logprobs",
+    "fused_linear_token_loss",
+    "fused_linear_topk",
     "gather_last",
     "generalized_jsd_loss",
     "head_logits",
@@ -75,7 +96,9 @@ __all__ = [
     "log_tail_mass",
     "masked_sum",
     "min_max",
+    "projected_kl",
     "real_vocabulary",
+    "release_workspace",
     "reverse_kl",
     "sampled_kl_loss",
     "scale_and_cap",

@@ -14,11 +14,16 @@ import torch
 from torch import Tensor
 
 from cohobate.functional.logprobs import check_softcap
+from cohobate.functional.workspace import gradient
 
-# Bytes of all [n, V] tiles of one chunk together. A processor without its own memory wants tiles near its caches.
-CHUNK_BYTES_CPU = 128 * 2**20
-CHUNK_BYTES_DEVICE = 1024 * 2**20
-_TILES = 8  # [n, V] buffers alive at once in the widest place of a chunk
+# Bytes of all [n, V] tiles of one chunk together. On a CPU that is half a thousand rows of a vocabulary of 50,000:
+# with more of them the products are no faster.
+CHUNK_BYTES_CPU = 192 * 2**20
+CHUNK_BYTES_DEVICE = 512 * 2**20
+_TILES = (
+    2  # [n, V] buffers of the wide dtype alive at once: the student's, whose gradient takes its place, the teacher's
+)
+_BLOCK = 8192  # ids at a time where a product of low precision is widened: 512 rows of them stay in a cache
 
 
 def row_chunks(num_rows: int, rows: int) -> Iterator[slice]:
@@ -41,6 +46,33 @@ class ChunkHead:
 
     def __post_init__(self) -> None:
         check_softcap(self.softcap)
+
+    @property
+    def slope(self) -> float:
+        """d(tempered logits) / d(raw), but for the soft-cap's share."""
+        return self.scale / self.temperature
+
+    @property
+    def kernel_scale(self) -> float:
+        """What is left to multiply a projected tile by: only a soft-cap's tanh is kept without it."""
+        return 1.0 if self.softcap is None else self.softcap / self.temperature
+
+    def project(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        """Tempered logits over `kernel_scale` into `out [n, V]`; `hidden [n, H]`, `weight [V, H]` of one dtype.
+
+        Where they are of low precision and `out` is not, the logits are as exact as float32's.
+        """
+        factor = self.slope if self.softcap is None else self.scale / self.softcap
+        if out.dtype != weight.dtype:
+            _wide_product(hidden, weight, out)
+            if bias is not None:
+                out.add_(bias)
+            out.mul_(factor)
+        elif bias is None:
+            torch.addmm(out, hidden, weight.T, beta=0, alpha=factor, out=out)
+        else:
+            torch.addmm(bias.to(out.dtype), hidden, weight.T, beta=factor, alpha=factor, out=out)
+        return out if self.softcap is None else out.tanh_()
 
     def logits(self, raw: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Tempered logits, in place of `raw [n, V]`, and (with a soft-cap) the tanh that the way back needs."""
@@ -68,30 +100,94 @@ class ChunkHead:
 
 
 class HeadGradients:
-    """dX, dW and db of one head, added up over chunks: dW and db in the wide dtype."""
+    """dX, dW and db of one head, added up over chunks: dW and db in the wide dtype, dX in its own, unless told."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, needs: tuple[bool, bool, bool], wide: torch.dtype) -> None:
-        self.hidden = torch.empty_like(hidden) if needs[0] else None  # [N, H]
-        self.weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if needs[1] else None  # [V, H]
-        self.bias = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if needs[2] else None  # [V]
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        needs: tuple[bool, bool, bool],
+        wide: torch.dtype,
+        hidden_dtype: torch.dtype | None = None,
+        weight_dtype: torch.dtype | None = None,
+    ) -> None:
+        device = weight.device
+        self.hidden = torch.empty_like(hidden, dtype=hidden_dtype) if needs[0] else None  # [N, H]
+        self.weight = gradient(tuple(weight.shape), weight_dtype or wide, device) if needs[1] else None  # [V, H]
+        self.bias = torch.zeros(weight.shape[0], dtype=wide, device=device) if needs[2] else None  # [V]
+        self._first = True
+        if self.weight is not None and hidden.shape[0] == 0:
+            self.weight.zero_()
 
     def add(self, rows: slice, grad: Tensor, hidden: Tensor, weight: Tensor, factor: Tensor | None) -> None:
         """Take one chunk's `grad [n, V]` of the raw products; `hidden [n, H]` and `weight [V, H]` as multiplied.
 
-        `factor [n]` is what `ChunkHead.back` got: a row of factor 0 is taken out of `hidden` too, as 0 x NaN is NaN.
+        `factor [n]` weights the rows: one of factor 0 is taken out of `hidden` too, as 0 x NaN is NaN.
         """
         narrow = grad.to(weight.dtype)
         if factor is not None:
             hidden = hidden.masked_fill((factor == 0)[:, None], 0.0)
         if self.hidden is not None:
-            self.hidden[rows] = narrow @ weight
-        if self.weight is not None:
-            if narrow.dtype == self.weight.dtype:
-                self.weight.addmm_(narrow.T, hidden)
+            if self.hidden.dtype == weight.dtype:
+                torch.mm(narrow, weight, out=self.hidden[rows])
             else:
-                self.weight += narrow.T @ hidden
+                self.hidden[rows] = narrow @ weight
+        if self.weight is not None:
+            _add_product(self.weight, narrow.T, hidden, first=self._first)
         if self.bias is not None:
-            self.bias += grad.sum(0)
+            self.bias += grad.sum(0, dtype=self.bias.dtype)
+        self._first = False
+
+
+def _wide_product(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+    """`hidden [n, H] @ weight.T`, into `out [n, V]` of a wider dtype: if of low precision, as exact as float32."""
+    if hidden.dtype.itemsize > 2:
+        out.copy_(hidden @ weight.T)
+        return
+    if hidden.device.type == "cuda" and out.dtype == torch.float32:
+        torch.mm(hidden, weight.T, out_dtype=torch.float32, out=out)
+        return
+    for ids in _blocks(weight.shape[0]):
+        high = hidden @ weight[ids].T
+        low = torch.addmm(high, hidden, weight[ids].T, beta=-1)  # what rounding took from `high`
+        out[:, ids].copy_(high).add_(low)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
+    """`total += left @ right`, or `=` for the first; a `total` of a wider dtype adds up in it."""
+    if total.dtype == left.dtype:
+        torch.mm(left, right, out=total) if first else total.addmm_(left, right)
+    elif total.device.type == "cuda" and total.dtype == torch.float32:
+        beta = 0 if first else 1
+        torch.addmm(total, left, right, out_dtype=torch.float32, beta=beta, out=total)
+    else:
+        for ids in _blocks(total.shape[0]):
+            part = left[ids] @ right
+            total[ids].copy_(part) if first else total[ids].add_(part)
+
+
+def _blocks(num_ids: int) -> Iterator[slice]:
+    return (slice(start, start + _BLOCK) for start in range(0, num_ids, _BLOCK))
+
+
+def scaled_for_backward(grad: Tensor | None, factor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+    """`factor * grad` in `dtype` for a gradient saved by the forward pass: in its own memory if nobody needs it again.
+
+    So autograd can make it the leaf's `.grad` without another tensor of the head's size.
+    """
+    if grad is None:
+        return None
+    if grad.dtype != dtype or _graph_is_kept():
+        return torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))
+    # Reading the number would make another device wait.
+    return grad if factor.device.type == "cpu" and factor.item() == 1.0 else grad.mul_(factor)
+
+
+def _graph_is_kept() -> bool:
+    """Whether the backward pass under way leaves the graph for another one; True where torch does not say."""
+    autograd = getattr(torch._C, "_autograd", None)
+    asked = getattr(autograd, "_get_current_graph_task_keep_graph", None)
+    return asked is None or asked()
 
 
 def needed_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[bool, bool, bool]:

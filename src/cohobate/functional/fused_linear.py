@@ -11,7 +11,7 @@ Not here: the formulas' meaning (`divergences.py`, the plain twins), the mask an
 """
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,12 +24,15 @@ from cohobate.functional.chunked_head import (
     needed_gradients,
     row_chunks,
     rows_per_chunk,
+    scaled_for_backward,
     wide_dtype,
 )
 from cohobate.functional.divergences import check_beta
+from cohobate.functional.kernels import kernels_for
+from cohobate.functional.kernels.compose import divergence_of_passes
 from cohobate.functional.logprobs import check_temperature, product_dtype
-
-_FORBIDDEN = -1e30  # stands for -inf where a bias may hold one: far below any log-probability, yet 0 x it is 0
+from cohobate.functional.moments import WHOLE, Shards
+from cohobate.functional.workspace import tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,8 @@ def fused_linear_divergence(
     teacher_softcap: float | None = None,
     chunk_size: int | None = None,
     chunk_bytes: int | None = None,
+    logits: Literal["accurate", "fast"] = "accurate",
+    shards: Shards = WHOLE,
 ) -> FusedDivergence:
     """Weighted sum over rows of what `beta` names, in nats: 0 forward KL, 1 reverse KL, between them JSD.
 
@@ -71,15 +76,24 @@ def fused_linear_divergence(
         weights: `[N]`, any float dtype, a constant. A row of weight 0 adds 0 to value and gradient, whatever it holds.
         student_scale, student_softcap, ...: logits are `softcap((h W^T + bias) * scale)`, then `/ temperature`.
         chunk_size: rows of a chunk; by default as many as `chunk_bytes` (a default by device) allows for its tiles.
+        logits: of bfloat16 or float16 products. `"accurate"` are float32's, for half as many products again on a CPU,
+            for nothing on CUDA; `"fast"` are rounded to the products' dtype, which puts the gradient off by about 2 %.
+        shards: if the heads (and biases) hold one shard of the ids, how the shards meet; both heads are cut alike and
+            hidden states and weights are equal on all shards. Then dX is the sum over the shards, dW, db are the
+            shard's own, and all else is equal on all of them. Exchanged: one maximum for each call, for each chunk a
+            maximum, a sum, a `largest` and (0 < beta < 1) another sum, and one sum for dX.
 
     Products run in the inputs' dtype (autocast's where it rules), all else in float32, or float64 if an input is
-    float64. dW is accumulated in that wide dtype. N = 0 gives zeros with a gradient path.
+    float64. dW is accumulated in that wide dtype. N = 0 gives zeros with a gradient path. On a CPU the tiles are kept
+    for the next call (`workspace.py`).
 
     Raises:
         ValueError: shapes or numbers that do not fit; heads of different width must be cut to the shared real ids.
     """
     check_beta(beta)
     check_temperature(temperature)
+    if logits not in ("accurate", "fast"):
+        raise ValueError(f"logits must be 'accurate' or 'fast', got {logits!r}.")
     student = ChunkHead(scale=student_scale, softcap=student_softcap, temperature=temperature)
     teacher = ChunkHead(scale=teacher_scale, softcap=teacher_softcap, temperature=temperature)
     check_side("student", student_hidden, student_weight, student_bias)
@@ -96,6 +110,7 @@ def fused_linear_divergence(
         )
     if weights is not None and weights.shape != (num_rows,):
         raise ValueError(f"weights must be [N] = [{num_rows}], got {list(weights.shape)}.")
+    widest = vocab_size if shards is WHOLE else _widest_shard(shards, student_hidden, vocab_size)
     wide = wide_dtype(student_hidden, student_weight, teacher_hidden, teacher_weight)
     plan = _DivergencePlan(
         beta=beta,
@@ -109,10 +124,41 @@ def fused_linear_divergence(
         weights=None if weights is None else weights.detach().to(wide),
         needs=needed_gradients(student_hidden, student_weight, student_bias),
         wide=wide,
-        rows=rows_per_chunk(student_hidden, vocab_size, wide, chunk_size, chunk_bytes),
+        fast=logits == "fast",
+        rows=rows_per_chunk(student_hidden, widest, wide, chunk_size, chunk_bytes),
+        shards=shards,
     )
     out: Any = _FusedDivergence.apply(student_hidden, student_weight, student_bias, plan)
     return FusedDivergence(**dict(zip((field.name for field in fields(FusedDivergence)), out, strict=True)))
+
+
+def _widest_shard(shards: Shards, hidden: Tensor, vocab_size: int) -> int:
+    """The most ids that a shard holds: every shard must take the same chunks. Raises on all if their rows differ."""
+    num_rows = hidden.shape[0]
+    facts = torch.tensor([vocab_size, num_rows, -num_rows], dtype=torch.float64, device=hidden.device)
+    widest, most, least = (int(x) for x in shards.max(facts).tolist())
+    if most != -least:
+        raise ValueError(
+            f"the shards of one vocabulary must see the same rows; one has {-least} and another {most}. Give each "
+            "rank of the group the same hidden states."
+        )
+    return widest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Side:
+    """One model's head during one call."""
+
+    name: str
+    head: ChunkHead
+    weight: Tensor  # [V, H] in the dtype of the products
+    bias: Tensor | None  # [V] wide
+    tile_dtype: torch.dtype
+
+    def tile(self, hidden: Tensor) -> Tensor:
+        """`head.kernel_scale` times it are the tempered logits of `hidden [n, H]`: `[n, V]`."""
+        out = tile(self.name, (hidden.shape[0], self.weight.shape[0]), self.tile_dtype, hidden.device)
+        return self.head.project(hidden.to(self.weight.dtype), self.weight, self.bias, out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,15 +176,15 @@ class _DivergencePlan:
     weights: Tensor | None
     needs: tuple[bool, bool, bool]
     wide: torch.dtype
+    fast: bool
     rows: int
+    shards: Shards
 
 
 class _FusedDivergence(torch.autograd.Function):
     """sum_n w_n D_n.   Twin: `divergences.divergence` of `logprobs.log_softmax(logprobs.head_logits(...))`
 
-    With log-probs s, t (of p_s, p_t), gap = t - s and the mixture m, the gradient of a row by its tempered logits is
-        beta 0:  p_s - p_t          beta 1:  p_s (-gap - KL(s||t))
-        between: u - p_s sum(u),    u = (1 - beta) p_s (s - log m)
+    The value and the gradient of a row by its tempered logits are `kernels.plain`'s.
     Saved: dX [N, H], dW [V, H], db [V], whichever are asked for.
     """
 
@@ -146,21 +192,21 @@ class _FusedDivergence(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, plan: _DivergencePlan) -> Any:
         num_rows, wide = hidden.shape[0], plan.wide
         stats = torch.empty(6, num_rows, dtype=wide, device=hidden.device)  # rows as in FusedDivergence
-        grads = HeadGradients(hidden, weight, plan.needs, wide)
-        weight_s = weight.to(plan.student_dtype)  # [V, Hs]
-        weight_t = plan.teacher_weight.to(plan.teacher_dtype)  # [V, Ht]
-        bias_s = None if bias is None else bias.to(wide)
-        may_forbid = bias is not None or plan.teacher_bias is not None
+        partial = plan.shards is not WHOLE  # dX is then one shard's share, and others' are added to it
+        adds_up = num_rows > plan.rows or weight.dtype != plan.student_dtype  # else dW is one product, rounded once
+        kept = wide if adds_up else weight.dtype
+        grads = HeadGradients(hidden, weight, plan.needs, wide, wide if partial else None, kept)
+        student, teacher = _sides(weight, bias, plan)
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in row_chunks(num_rows, plan.rows):
-                hidden_s = hidden[rows].to(plan.student_dtype)  # [n, Hs]
-                hidden_t = plan.teacher_hidden[rows].to(plan.teacher_dtype)  # [n, Ht]
-                s, tanh = plan.student.logprobs((hidden_s @ weight_s.T).to(wide), bias_s)  # [n, V]
-                t, _ = plan.teacher.logprobs((hidden_t @ weight_t.T).to(wide), plan.teacher_bias)  # [n, V]
-                stats[:, rows], grad = _divergence_tile(s, t, plan.beta, may_forbid, any(plan.needs))
+                s = student.tile(hidden[rows])  # [n, V]
+                t = teacher.tile(plan.teacher_hidden[rows])  # [n, V]
+                weights = None if plan.weights is None else plan.weights[rows]  # [n]
+                stats[:, rows], grad = _divergence_tile(s, t, weights, student, plan)
                 if grad is not None:
-                    factor = None if plan.weights is None else plan.weights[rows]  # [n]
-                    grads.add(rows, plan.student.back(grad, tanh, factor), hidden_s, weight_s, factor)
+                    grads.add(rows, grad, hidden[rows].to(student.weight.dtype), student.weight, weights)
+        if partial and grads.hidden is not None:
+            grads.hidden = plan.shards.sum(grads.hidden).to(hidden.dtype)
         loss_sum = _weighted_sum(stats[0], plan.weights)
         ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -175,63 +221,63 @@ class _FusedDivergence(torch.autograd.Function):
         ctx: Any, grad_loss: Tensor, *_: Tensor
     ) -> Any:
         grad_hidden, grad_weight, grad_bias = (
-            None if grad is None else (grad * grad_loss).to(dtype)
+            scaled_for_backward(grad, grad_loss, dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return grad_hidden, grad_weight, grad_bias, None  # plan: the teacher and the weights are constants
 
 
+def _sides(weight: Tensor, bias: Tensor | None, plan: _DivergencePlan) -> tuple[_Side, _Side]:
+    def tile_dtype(products: torch.dtype) -> torch.dtype:
+        return products if plan.fast and products.itemsize == 2 else plan.wide
+
+    return (
+        _Side(
+            name="student",
+            head=plan.student,
+            weight=weight.to(plan.student_dtype),
+            bias=None if bias is None else bias.to(plan.wide),
+            tile_dtype=tile_dtype(plan.student_dtype),
+        ),
+        _Side(
+            name="teacher",
+            head=plan.teacher,
+            weight=plan.teacher_weight.to(plan.teacher_dtype),
+            bias=plan.teacher_bias,
+            tile_dtype=tile_dtype(plan.teacher_dtype),
+        ),
+    )
+
+
 def _divergence_tile(
-    s: Tensor, t: Tensor, beta: float, may_forbid: bool, with_grad: bool
+    s: Tensor, t: Tensor, weights: Tensor | None, student: _Side, plan: _DivergencePlan
 ) -> tuple[Tensor, Tensor | None]:
-    """Statistics `[6, n]`, ordered as in `FusedDivergence`, and the gradient `[n, V]` by the student's logits.
+    """Statistics `[6, n]`, ordered as in `FusedDivergence`, and the gradient `[n, V]` by the student's raw products.
 
-    Log-probabilities `s, t [n, V]` are used up.
+    The tiles `s, t [n, V]` are used up.
     """
-    agree = (s.argmax(-1) == t.argmax(-1)).to(s.dtype)
-    only_t = only_s = None
-    if may_forbid:
-        # -inf - -inf and 0 x inf are NaN. A finite stand-in keeps the arithmetic; rows costing +inf are marked later.
-        no_s, no_t = s == -torch.inf, t == -torch.inf
-        only_t, only_s = (no_s & ~no_t).any(-1), (no_t & ~no_s).any(-1)
-        s.masked_fill_(no_s, _FORBIDDEN)
-        t.masked_fill_(no_t, _FORBIDDEN)
-    gap = t - s
-    p_t = t.exp()
-    scratch = t.mul_(p_t)
-    entropy_t = -scratch.sum(-1)
-    forward = torch.mul(p_t, gap, out=scratch).sum(-1)
-    p_s = s.exp()
-    entropy_s = -s.mul_(p_s).sum(-1)
-    reverse = -torch.mul(p_s, gap, out=scratch).sum(-1)
-    grad = None
-    if beta == 0.0:
-        value = forward
-        grad = p_s.sub_(p_t) if with_grad else None
-    elif beta == 1.0:
-        value = reverse
-        grad = gap.add_(reverse[:, None]).neg_().mul_(p_s) if with_grad else None
+    kernels = kernels_for(s)
+    scales = (student.head.kernel_scale, plan.teacher.kernel_scale)
+    capped = student.head.softcap is not None
+    coefficient = out = None
+    if any(plan.needs):
+        slope = student.head.slope
+        coefficient = s.new_full(s.shape[:1], slope, dtype=plan.wide) if weights is None else weights * slope  # [n]
+        out = t if capped else _gradient_tile(s, student.weight.dtype)  # a soft-cap's tanh, s, is needed again
+    if plan.shards is WHOLE:
+        stats = kernels.divergence_rows(s, t, plan.beta, coefficient, out, scales)
     else:
-        mixture = _log_mixture(gap, beta)
-        student_term = gap.clamp(min=0).add_(mixture).mul_(p_s).mul_(beta - 1)  # (1 - beta) p_s (s - log m)
-        teacher_term = gap.clamp_(max=0).sub_(mixture).mul_(p_t)  # p_t (t - log m)
-        student_sum = student_term.sum(-1)
-        value = student_sum + beta * teacher_term.sum(-1)
-        grad = student_term.sub_(p_s.mul_(student_sum[:, None])) if with_grad else None
-    if only_t is not None and only_s is not None:
-        forward, reverse = forward.masked_fill(only_t, torch.inf), reverse.masked_fill(only_s, torch.inf)
-        value = forward if beta == 0.0 else reverse if beta == 1.0 else value
-    return torch.stack([value, entropy_s, entropy_t, agree, forward, reverse]), grad
+        stats = divergence_of_passes(kernels, s, t, plan.beta, coefficient, out, scales, plan.shards)
+    if out is not None and capped:
+        out.mul_(s.square_().neg_().add_(1.0))  # d tanh(x) / dx = 1 - tanh(x)^2
+        if weights is not None:
+            out.masked_fill_((weights == 0)[:, None], 0.0)  # NaN in such a row's tanh
+    return stats, out
 
 
-def _log_mixture(gap: Tensor, beta: float) -> Tensor:
-    """`log m` relative to the larger side, from `gap = t - s`; exactly 0 where both are equal: `[n, V] -> [n, V]`."""
-    below = gap.abs().neg_().expm1_()  # (smaller - larger) / larger
-    if beta == 0.5:
-        below.mul_(0.5)
-    else:
-        below.mul_(torch.where(gap > 0, gap.new_full((), 1 - beta), gap.new_full((), beta)))
-    return below.log1p_()
+def _gradient_tile(student: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where the gradient in the products' dtype goes: over `student [n, V]`, if narrower in its rows' first part."""
+    return student if student.dtype == dtype else student.view(dtype)[:, : student.shape[1]]
 
 
 def _weighted_sum(values: Tensor, weights: Tensor | None) -> Tensor:

@@ -1,31 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """From hidden states and an output head to log-probabilities of given tokens, without ever holding `[N, V]`.
 
-What a policy gradient, a sampled-token loss or cross-entropy needs of the student. The upstream gradient, one number
-per row, is not known in the forward pass, so the backward pass projects once more (`fused_linear.py` need not).
+What a policy gradient, a sampled-token loss or cross-entropy needs of the student. `fused_linear_logprobs` gives the
+log-probabilities and takes any upstream gradient; as that is one number per row and not known in the forward pass, the
+backward pass projects once more: four matrix products. Where the loss of a token is a known function of its own
+log-probability, `fused_linear_token_loss` takes its gradient while the logits are there: three.
 
 N rows, V vocabulary, H hidden, n rows of one chunk.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cohobate.functional.chunked_head import (
-    ChunkHead,
-    HeadGradients,
-    check_side,
-    needed_gradients,
-    row_chunks,
-    rows_per_chunk,
-    wide_dtype,
-)
-from cohobate.functional.logprobs import check_temperature, product_dtype
+from cohobate.functional.chunked_head import scaled_for_backward
+from cohobate.functional.kernels import kernels_for
+from cohobate.functional.logprobs import gather_last, put_last
+from cohobate.functional.moments import side_moments
+from cohobate.functional.student_head import HeadOptions, HeadPlan, Precision, StudentHead
 
-_FORBIDDEN = -1e30  # stands for -inf where a bias may hold one: far below any log-probability, yet 0 x it is 0
+TokenLoss = Callable[[Tensor, slice], Tensor]
+"""From log-probabilities `[n]` of the rows of a slice to their losses `[n]`, each of its own log-probability alone."""
 
 
 def fused_linear_logprobs(
@@ -39,35 +38,74 @@ def fused_linear_logprobs(
     softcap: float | None = None,
     chunk_size: int | None = None,
     chunk_bytes: int | None = None,
+    logits: Precision = "accurate",
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of `target_ids [N]` and entropy of each row, in nats: `([N] differentiable, [N] detached)`.
 
     `hidden [N, H]`, `weight [V, H]`, `bias [V]`; logits as in `fused_linear_divergence`, and the same dtypes and
-    chunks. Only the inputs and `[N]` statistics are kept for the backward pass, which projects once more.
+    chunks. Only the inputs and `[N]` statistics are kept for the backward pass, which projects once more; if the loss
+    is known beforehand, `fused_linear_token_loss` need not.
     """
-    check_temperature(temperature)
-    check_side("", hidden, weight, bias)
-    if target_ids.shape != hidden.shape[:1]:
-        raise ValueError(f"target_ids must be [N] = [{hidden.shape[0]}], got {list(target_ids.shape)}.")
-    wide = wide_dtype(hidden, weight)
-    plan = _LogprobsPlan(
-        head=ChunkHead(scale=scale, softcap=softcap, temperature=temperature),
-        dtype=product_dtype(hidden, weight),
-        needs=needed_gradients(hidden, weight, bias),
-        wide=wide,
-        rows=rows_per_chunk(hidden, weight.shape[0], wide, chunk_size, chunk_bytes),
+    options = HeadOptions(
+        temperature=temperature,
+        scale=scale,
+        softcap=softcap,
+        chunk_size=chunk_size,
+        chunk_bytes=chunk_bytes,
+        logits=logits,
     )
+    plan = options.plan(hidden, weight, bias)
+    _check_targets(target_ids, hidden)
     out: Any = _FusedLogprobs.apply(hidden, weight, bias, target_ids, plan)
     return out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _LogprobsPlan:
-    head: ChunkHead
-    dtype: torch.dtype
-    needs: tuple[bool, bool, bool]
-    wide: torch.dtype
-    rows: int
+class FusedTokenLoss:
+    """What `fused_linear_token_loss` returns, in nats. All but `loss_sum` is detached `[N]`, float32 or float64."""
+
+    loss_sum: Tensor  # scalar; differentiable in the student's tensors
+    loss: Tensor  # of each row
+    logprobs: Tensor  # of the target ids
+    entropy: Tensor  # of the student's distribution
+
+
+def fused_linear_token_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    token_loss: TokenLoss,
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+    chunk_bytes: int | None = None,
+    logits: Precision = "accurate",
+) -> FusedTokenLoss:
+    """Sum over rows of `token_loss(logprobs [n], rows) -> [n]` of the log-probabilities of `target_ids [N]`.
+
+    Cross-entropy is `lambda logprobs, rows: -weights[rows] * logprobs`. `token_loss` is called once for each chunk of
+    rows, with a slice into the N and log-probabilities that want a gradient; it may detach them (a policy gradient's
+    advantage). The loss of a row may depend on its own log-probability alone, and nothing else gets a gradient
+    through it. A row whose loss has slope 0 adds nothing to any gradient, whatever it holds.
+
+    All else is as in `fused_linear_logprobs`, with three matrix products instead of four: the gradient is made in the
+    forward pass, `loss_sum` may be scaled by any scalar upstream.
+    """
+    options = HeadOptions(
+        temperature=temperature,
+        scale=scale,
+        softcap=softcap,
+        chunk_size=chunk_size,
+        chunk_bytes=chunk_bytes,
+        logits=logits,
+    )
+    plan = options.plan(hidden, weight, bias)
+    _check_targets(target_ids, hidden)
+    out: Any = _FusedTokenLoss.apply(hidden, weight, bias, target_ids, token_loss, plan)
+    return FusedTokenLoss(**dict(zip((field.name for field in fields(FusedTokenLoss)), out, strict=True)))
 
 
 class _FusedLogprobs(torch.autograd.Function):
@@ -79,45 +117,118 @@ class _FusedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, plan: _LogprobsPlan
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, plan: HeadPlan
     ) -> Any:
-        picked, ent, log_z = (torch.empty(hidden.shape[0], dtype=plan.wide, device=hidden.device) for _ in range(3))
-        weight_n = weight.to(plan.dtype)  # [V, H]
-        bias_w = None if bias is None else bias.to(plan.wide)
-        with torch.autocast(hidden.device.type, enabled=False):
-            for rows in row_chunks(hidden.shape[0], plan.rows):
-                z, _ = plan.head.logits((hidden[rows].to(plan.dtype) @ weight_n.T).to(plan.wide), bias_w)  # [n, V]
-                log_z[rows] = torch.logsumexp(z, dim=-1)
-                picked[rows] = z.gather(-1, target_ids[rows, None]).squeeze(-1) - log_z[rows]
-                logprobs = z.sub_(log_z[rows, None])
-                if bias is not None:
-                    logprobs.clamp_(min=_FORBIDDEN)
-                ent[rows] = -logprobs.mul_(logprobs.exp()).sum(-1)
+        stats = torch.empty(3, hidden.shape[0], dtype=plan.wide, device=hidden.device)
+        student = StudentHead(hidden, weight, bias, replace(plan, needs=(False, False, False)))
+        for rows, z in student.chunks():
+            stats[:, rows] = _token_stats(z, target_ids[rows], student)
+        logprobs, ent, log_z = stats.unbind(0)
         ctx.save_for_backward(hidden, weight, bias, target_ids, log_z)
         ctx.plan = plan
         ctx.mark_non_differentiable(ent)
-        return picked, ent
+        return logprobs, ent
 
     @staticmethod
     @once_differentiable
     # torch types backward as (ctx, *grads); naming the gradient is clearer.
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_picked: Tensor, *_: Tensor
+        ctx: Any, grad_logprobs: Tensor, *_: Tensor
     ) -> Any:
         hidden, weight, bias, target_ids, log_z = ctx.saved_tensors
-        plan: _LogprobsPlan = ctx.plan
-        grads = HeadGradients(hidden, weight, plan.needs, plan.wide)
-        weight_n = weight.to(plan.dtype)  # [V, H]
-        bias_w = None if bias is None else bias.to(plan.wide)
-        with torch.autocast(hidden.device.type, enabled=False):
-            for rows in row_chunks(hidden.shape[0], plan.rows):
-                hidden_n = hidden[rows].to(plan.dtype)  # [n, H]
-                z, tanh = plan.head.logits((hidden_n @ weight_n.T).to(plan.wide), bias_w)  # [n, V]
-                grad = z.sub_(log_z[rows, None]).exp_().neg_()  # onehot - p, without the onehot
-                ids = target_ids[rows, None]
-                grad.scatter_add_(-1, ids, torch.ones_like(ids, dtype=grad.dtype))
-                factor = grad_picked[rows]
-                grads.add(rows, plan.head.back(grad, tanh, factor), hidden_n, weight_n, factor)
+        student = StudentHead(hidden, weight, bias, ctx.plan)
+        for rows, z in student.chunks():
+            _add_token_gradient(z, target_ids[rows], log_z[rows], grad_logprobs[rows], rows, student)
+        grads = student.gradients
         grad_weight = None if grads.weight is None else grads.weight.to(weight.dtype)
         grad_bias = None if grads.bias is None or bias is None else grads.bias.to(bias.dtype)
         return grads.hidden, grad_weight, grad_bias, None, None  # target_ids: integers; plan: no tensors
+
+
+class _FusedTokenLoss(torch.autograd.Function):
+    """sum_n f_n(log p_n[y_n]).   Twin: `token_loss` of `logprobs.token_logprobs` of `logprobs.head_logits(...)`
+
+    The slopes f_n' come from autograd over [n] numbers; the gradient by tempered logits is f_n' (onehot(y_n) - p_n).
+    Saved: dX [N, H], dW [V, H], db [V], whichever are asked for.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target_ids: Tensor,
+        token_loss: TokenLoss,
+        plan: HeadPlan,
+    ) -> Any:
+        details = torch.empty(3, hidden.shape[0], dtype=plan.wide, device=hidden.device)  # as in FusedTokenLoss
+        student = StudentHead(hidden, weight, bias, plan)
+        for rows, z in student.chunks():
+            logprobs, ent, log_z = _token_stats(z, target_ids[rows], student)
+            loss, slopes = _loss_and_slopes(token_loss, logprobs, rows, with_grad=plan.with_grad)
+            details[:, rows] = torch.stack([loss.to(plan.wide), logprobs, ent])
+            if plan.with_grad:
+                _add_token_gradient(z, target_ids[rows], log_z, slopes, rows, student)
+        grads = student.gradients
+        ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        out = details.unbind(0)
+        ctx.mark_non_differentiable(*out)
+        return out[0].sum(), *out
+
+    @staticmethod
+    @once_differentiable
+    # torch types backward as (ctx, *grads); naming the gradient is clearer.
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_loss: Tensor, *_: Tensor
+    ) -> Any:
+        grad_hidden, grad_weight, grad_bias = (
+            scaled_for_backward(grad, grad_loss, dtype)
+            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return grad_hidden, grad_weight, grad_bias, None, None, None  # target_ids, token_loss, plan: no gradient
+
+
+def _token_stats(z: Tensor, ids: Tensor, student: StudentHead) -> Tensor:
+    """`[3, n]` of a tile `z [n, V]`: log-probability of `ids [n]`, entropy, normaliser."""
+    log_z, ent = side_moments(*kernels_for(z).side_sums(z, student.scale))
+    return torch.stack([_picked(z, ids, student.scale, log_z), ent, log_z])
+
+
+def _add_token_gradient(
+    z: Tensor, ids: Tensor, log_z: Tensor, slopes: Tensor, rows: slice, student: StudentHead
+) -> None:
+    """Add to the student's gradients that of `slopes [n]` times the log-probabilities; uses the tile `z [n, V]` up."""
+    slopes = slopes.to(log_z.dtype) * student.plan.head.slope
+    of_target = -slopes * torch.expm1(_picked(z, ids, student.scale, log_z))  # p nears 1: not 1 - p of a narrow tile
+    out = kernels_for(z).softmax_gradient(z, log_z, -slopes, None, student.gradient_tile(z), student.scale)
+    put_last(out, ids[:, None], of_target.masked_fill(slopes == 0, 0.0)[:, None])
+    student.add(rows, z, out, slopes)
+
+
+def _picked(z: Tensor, ids: Tensor, scale: float, log_z: Tensor) -> Tensor:
+    """Log-probabilities `[n]` of `ids [n]`."""
+    return gather_last(z, ids).to(log_z.dtype) * scale - log_z
+
+
+def _loss_and_slopes(
+    token_loss: TokenLoss, logprobs: Tensor, rows: slice, *, with_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Losses `[n]` and their derivatives `[n]` by the log-probabilities, 0 unless asked for."""
+    with torch.set_grad_enabled(with_grad):
+        leaf = logprobs.detach().requires_grad_(with_grad)
+        loss = token_loss(leaf, rows)
+        if loss.shape != leaf.shape:
+            raise ValueError(
+                f"token_loss must give one loss for each of {leaf.shape[0]} rows, got {list(loss.shape)}."
+            )
+        if not loss.requires_grad:
+            return loss.detach(), torch.zeros_like(logprobs)
+        (slopes,) = torch.autograd.grad(loss.sum(), leaf, materialize_grads=True)
+    return loss.detach(), slopes
+
+
+def _check_targets(target_ids: Tensor, hidden: Tensor) -> None:
+    if target_ids.shape != hidden.shape[:1]:
+        raise ValueError(f"target_ids must be [N] = [{hidden.shape[0]}], got {list(target_ids.shape)}.")

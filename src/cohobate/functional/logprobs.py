@@ -98,6 +98,16 @@ def gather_last(values: Tensor, ids: Tensor) -> Tensor:
     return values.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
 
 
+def put_last(target: Tensor, ids: Tensor, values: Tensor | float) -> Tensor:
+    """Write `values [n, K]` into `target [n, V]` at distinct `ids [n, K]`, and return it; its dtype stays.
+
+    `target.scatter_` does the same, but by way of a float32 copy of the whole `target` if that is bfloat16 on a CPU.
+    """
+    rows = torch.arange(target.shape[0], device=target.device)[:, None]
+    target[rows, ids] = values.to(target.dtype) if isinstance(values, Tensor) else values
+    return target
+
+
 def token_logprobs(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) -> Tensor:
     """Log-probability in nats of each of `ids [...]` under `logits [..., V]` at `temperature`: `-> [...]`."""
     check_temperature(temperature)

@@ -10,12 +10,13 @@ n rows. float32, or float64 where the logits are.
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 
+@runtime_checkable
 class Shards(Protocol):
     """How numbers per row are combined over the shards of a vocabulary; both return a tensor equal on all of them."""
 

@@ -37,6 +37,11 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(as_mask(mask), values, 0.0).sum()
 
 
+def weigh(values: Tensor, weights: Tensor) -> Tensor:
+    """`values * weights`, both `[N]`, and exactly 0 where the weight is 0, whatever the value is."""
+    return torch.where(weights == 0, 0.0, values * weights.to(values.dtype))
+
+
 def divide_by_count(total: Tensor, count: Tensor | float) -> Tensor:
     """`total / count`, a zero with a gradient path for a count of 0. The count is the whole step's, over all ranks."""
     counts = torch.as_tensor(count, dtype=total.dtype, device=total.device)

@@ -7,10 +7,12 @@ so an objective sees both sides in the same words. Logits are raw: before the te
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
-from cohobate.functional.logprobs import check_temperature, head_logits, upcast
+from cohobate.functional.kernels import kernels_for
+from cohobate.functional.largest import largest_entries
+from cohobate.functional.logprobs import check_temperature, gather_last, head_logits, upcast
+from cohobate.functional.moments import side_moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,19 +98,27 @@ TeacherScores = HiddenScores | DenseScores | TopKScores | SampledScores
 
 
 def top_k_scores(logits: Tensor, k: int, target_ids: Tensor, *, temperature: float = 1.0) -> TopKScores:
-    """Keep the `k` largest of raw `logits [N, V]`, ties to the lower id, and the logit of `target_ids [N]`."""
+    """Keep the `k` largest of raw `logits [N, V]`, ties to the lower id, and the logit of `target_ids [N]`; detached.
+
+    No second `[N, V]` is made.
+    """
     vocab_size = logits.shape[-1]
     if not 1 <= k <= vocab_size:
         raise ValueError(f"k must be in [1, {vocab_size}], got {k}.")
     check_temperature(temperature)
-    wide = upcast(logits)
-    ids = torch.sort(wide, dim=-1, descending=True, stable=True).indices[:, :k].sort(dim=-1).values
+    logits = logits.detach()
+    ids = largest_entries(logits, k)[1].sort(dim=-1).values
+
+    def normalizer(scale: float) -> Tensor:
+        return side_moments(*kernels_for(logits).side_sums(logits, scale))[0]
+
+    at_one = normalizer(1.0)
     return TopKScores(
         ids=ids,
-        logits=wide.gather(-1, ids),
-        log_normalizer=torch.logsumexp(wide / temperature, dim=-1),
-        log_normalizer_t1=torch.logsumexp(wide, dim=-1),
-        realized_logit=wide.gather(-1, target_ids[:, None]).squeeze(-1),
+        logits=upcast(logits.gather(-1, ids)),
+        log_normalizer=at_one if temperature == 1.0 else normalizer(1 / temperature),
+        log_normalizer_t1=at_one,
+        realized_logit=upcast(gather_last(logits, target_ids)),
         temperature=temperature,
         vocab_size=vocab_size,
     )

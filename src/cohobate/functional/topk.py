@@ -41,23 +41,47 @@ def topk_divergence(
     """
     check_beta(beta)
     check_temperature(temperature)
-    _check_support(student_logits, teacher_ids, teacher_logprobs, tail)
+    if student_logits.dim() != 2:
+        raise ValueError(f"student_logits must be [N, V], got {tuple(student_logits.shape)}.")
+    check_support(student_logits.shape[0], student_logits.shape[1], teacher_ids, teacher_logprobs, tail)
     student, teacher = upcast_pair(student_logits, teacher_logprobs.detach())
     scaled = student / temperature  # [N, V]
     kept = scaled.gather(-1, teacher_ids)  # [N, K]
-    if tail == "renormalize":
-        return divergence(kept.log_softmax(-1), teacher.log_softmax(-1), beta=beta)
     covers_all = teacher_ids.shape[-1] == student_logits.shape[-1]
-    if covers_all:
-        return divergence(kept.log_softmax(-1), teacher, beta=beta)
-    rest = _logsumexp_of_rest(scaled, teacher_ids)  # [N]
-    normalizer = torch.logaddexp(torch.logsumexp(kept, dim=-1), rest)  # [N]
-    student_kept = kept - normalizer[:, None]
+    rest = None if covers_all or tail == "renormalize" else _logsumexp_of_rest(scaled, teacher_ids)  # [N]
+    return support_divergence(kept, rest, teacher, beta=beta, tail=tail)
+
+
+def support_divergence(
+    kept: Tensor, rest: Tensor | None, teacher_logprobs: Tensor, *, beta: float, tail: Tail
+) -> Tensor:
+    """`topk_divergence` once the vocabulary has been read, in nats: `-> [N]`, differentiable in `kept` and `rest`.
+
+    `kept [N, K]` are the student's tempered logits of the teacher's ids, `rest [N]` the logsumexp of all others; None
+    if there are none, unread by `"renormalize"`. `teacher_logprobs [N, K]` are true and at the same temperature.
+    """
+    if tail == "renormalize":
+        return divergence(kept.log_softmax(-1), teacher_logprobs.log_softmax(-1), beta=beta)
+    student, teacher = bucketed(kept, rest, teacher_logprobs)
     if tail == "drop":
-        return divergence(student_kept, teacher, beta=beta)
-    student_all = torch.cat([student_kept, (rest - normalizer)[:, None]], dim=-1)  # [N, K + 1]
-    teacher_all = torch.cat([teacher, log_tail_mass(teacher)[:, None]], dim=-1)
-    return divergence(student_all, teacher_all, beta=beta)
+        num_kept = kept.shape[-1]
+        student, teacher = student[:, :num_kept], teacher[:, :num_kept]
+    return divergence(student, teacher, beta=beta)
+
+
+def bucketed(kept: Tensor, rest: Tensor | None, teacher_logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of both sides over the K ids and one entry for all others: `[N, K + 1]`, or `[N, K]` if
+    nothing is left over (`rest=None`). Arguments as in `support_divergence`."""
+    if rest is None:
+        return kept.log_softmax(-1), teacher_logprobs
+    teacher = torch.cat([teacher_logprobs, log_tail_mass(teacher_logprobs)[:, None]], dim=-1)
+    return torch.cat([kept, rest[:, None]], dim=-1).log_softmax(-1), teacher
+
+
+def bucketed_view(scaled: Tensor, ids: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """`bucketed` of the student's tempered logits (or log-probabilities) `scaled [N, V]`."""
+    covers_all = ids.shape[-1] == scaled.shape[-1]
+    return bucketed(scaled.gather(-1, ids), None if covers_all else _logsumexp_of_rest(scaled, ids), teacher_logprobs)
 
 
 def log_tail_mass(logprobs: Tensor) -> Tensor:
@@ -80,18 +104,16 @@ def _logsumexp_of_rest(scaled: Tensor, ids: Tensor) -> Tensor:
     return torch.logsumexp(scaled.scatter(-1, ids, fill), dim=-1)
 
 
-def _check_support(student_logits: Tensor, ids: Tensor, logprobs: Tensor, tail: str) -> None:
-    if student_logits.dim() != 2 or ids.dim() != 2 or ids.shape[0] != student_logits.shape[0]:
-        raise ValueError(
-            "wanted student_logits [N, V] and teacher_ids [N, K], got "
-            f"{tuple(student_logits.shape)} and {tuple(ids.shape)}."
-        )
+def check_support(num_rows: int, vocab_size: int, ids: Tensor, logprobs: Tensor, tail: str) -> None:
+    """Raise ValueError unless `ids`, `logprobs [N, K]` are a support of `num_rows` rows that `tail` can use."""
+    if ids.dim() != 2 or ids.shape[0] != num_rows:
+        raise ValueError(f"teacher_ids must be [N, K] with N = {num_rows}, got {tuple(ids.shape)}.")
     if ids.shape != logprobs.shape:
         raise ValueError(
             "teacher_ids and teacher_logprobs must have one shape, got "
             f"{tuple(ids.shape)} and {tuple(logprobs.shape)}."
         )
-    num_kept, vocab_size = ids.shape[1], student_logits.shape[1]
+    num_kept = ids.shape[1]
     if not 1 <= num_kept <= vocab_size:
         raise ValueError(f"K must be in [1, {vocab_size}], got {num_kept}.")
     if tail not in ("bucket", "renormalize", "drop"):

@@ -18,15 +18,14 @@ coefficient is 0 has gradient 0 whatever it holds. A shard may be empty (V = 0).
 """
 
 import math
+import sys
 
 import torch
 from torch import Tensor
 
 from cohobate.functional.divergences import over_mixture
+from cohobate.functional.kernels.compose import Scales, divergence_of_passes
 from cohobate.functional.logprobs import upcast
-from cohobate.functional.moments import pair_moments
-
-Scales = tuple[float, float]  # of the student's and of the teacher's raw logits
 
 
 def pair_sums(student: Tensor, teacher: Tensor, scales: Scales = (1.0, 1.0)) -> tuple[Tensor, Tensor]:
@@ -76,7 +75,8 @@ def pair_gradient(
         beta 0:  p_s - p_t      beta 1:  p_s (s - t - center)      between:  (1 - beta) p_s (s - log m - center)
 
     `center [n]` is the mean over p_s of what stands before it: the reverse KL at beta 1, `mixture_sums(...)[0]`
-    between, unread at 0. `out` has any float dtype and may be `student` itself.
+    between, unread at 0. `out` has any float dtype and may be `student` or `teacher` itself, or, narrower, the first
+    part of their rows.
     """
     s, t = _logprobs(student, teacher, log_z, scales)
     p_s = s.exp()
@@ -130,22 +130,9 @@ def divergence_rows(
 
     The six are divergence, student entropy, teacher entropy, top-1 agreement (0 or 1), forward KL, reverse KL. With
     `out [n, V]` given, `coefficient [n]` times the divergence's gradient by the student's scaled logits is written
-    there; `out` may be `student`.
+    there; `out` may be `student` or `teacher`, or, narrower, the first part of their rows.
     """
-    agreement = (argmax(student) == argmax(teacher)).to(upcast(student[:0]).dtype)
-    read = pair_moments(*pair_sums(student, teacher, scales))
-    if beta == 0.0:
-        value = center = read.forward_kl
-    elif beta == 1.0:
-        value = center = read.reverse_kl
-    else:
-        center, other = mixture_sums(student, teacher, read.log_z, beta, scales)
-        value = (1 - beta) * center + beta * other
-    if out is not None:
-        assert coefficient is not None
-        pair_gradient(student, teacher, read.log_z, center, coefficient, beta, out, scales)
-    entropies = (read.student_entropy, read.teacher_entropy)
-    return torch.stack([value, *entropies, agreement, read.forward_kl, read.reverse_kl])
+    return divergence_of_passes(sys.modules[__name__], student, teacher, beta, coefficient, out, scales)
 
 
 def _logprobs(student: Tensor, teacher: Tensor, log_z: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
