@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from cohobate.errors import ConfigError
+from cohobate.functional.scores import DenseScores
 from cohobate.objectives import CrossEntropyObjective
 
 from .cases import (
@@ -58,6 +59,32 @@ def test_only_recorded_rows_teach_and_count_when_asked_so():
     assert near(metric_value(out, "nll"), sum(nll[2:]) / 3)
     (gradient,) = torch.autograd.grad(out.terms["ce"].sum, student.hidden)
     assert [bool(row.any()) for row in gradient] == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize("rows", ["all", "recorded"])
+def test_a_hidden_student_equals_the_same_student_as_logits(rows):
+    batch = batch_of([2, 3], sampled=[True, False])
+    student = hidden_scores(5, 1, grad=True)
+    leaves = [student.hidden, student.head.weight, student.head.bias]
+    objective = CrossEntropyObjective(rows=rows)
+    fused, plain = (objective(s, None, batch) for s in (student, DenseScores(dense=student.logits())))
+    torch.testing.assert_close(fused.pair_loss, plain.pair_loss, rtol=1e-11, atol=0)
+    for name in plain.metrics:
+        assert near(metric_value(fused, name), metric_value(plain, name)), name
+    got, want = (torch.autograd.grad(out.terms["ce"].sum, leaves) for out in (fused, plain))
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_a_pair_without_weight_or_row_may_be_nan():
+    batch = batch_of([2, 2], sampled=[True, False], weights=torch.tensor([1.0, 1.0, 1.0, 0.0]))
+    student = hidden_scores(4, 1)
+    student.hidden[[0, 3]] = math.nan
+    student.hidden.requires_grad_()
+    out = CrossEntropyObjective(rows="recorded")(student, None, batch)
+    (grad,) = torch.autograd.grad(out.terms["ce"].sum, student.hidden)
+    assert out.terms["ce"].sum.isfinite()
+    assert [bool(row.any()) for row in grad] == [False, False, True, False]
+    assert grad.isfinite().all()
 
 
 def test_micro_batches_add_up_to_the_whole():

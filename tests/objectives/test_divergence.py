@@ -269,12 +269,44 @@ def test_top_k_scores_are_read_at_their_own_temperature_or_at_one():
         DivergenceObjective(temperature=1.5)(student, scores, batch)
 
 
-@pytest.mark.parametrize("kind", ["top_k", "dense", "pointwise"])
+TOP_K = [
+    {"top_k": 3},
+    {"top_k": 3, "tail": "renormalize", "temperature": 0.7},
+    {"top_k": 1, "clip": "token", "clip_limit": 0.1},
+    {"tail": "bucket", "temperature": 0.7},
+    {"tail": "drop"},
+    {"clip": "token", "clip_limit": 0.2},
+]
+
+
+@pytest.mark.parametrize("options", TOP_K)
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_a_hidden_student_on_a_top_k_support_equals_the_same_student_as_logits(options: dict, beta: float):
+    batch, teacher = batch_of([4, 2]), hidden_scores(6, 2)
+    student = hidden_scores(6, 1, grad=True)
+    leaves = [student.hidden, student.head.weight, student.head.bias]
+    scores = teacher if "top_k" in options else as_top_k(teacher, 3, options.get("temperature", 1.0))
+    objective = DivergenceObjective(beta=beta, **options)
+    fused = objective(student, scores, batch)
+    plain = objective(DenseScores(dense=student.logits()), scores, batch)
+    assert near(fused.terms["kd"].sum.detach(), float(plain.terms["kd"].sum.detach()))
+    assert set(fused.metrics) == set(plain.metrics)
+    for name in plain.metrics:
+        assert near(metric_value(fused, name), metric_value(plain, name)), name
+    assert fused.pair_loss is not None
+    torch.testing.assert_close(fused.pair_loss, plain.pair_loss, rtol=1e-10, atol=1e-12)
+    if "clip" in options:
+        assert 0 < metric_value(fused, "kd/clipped_share") < 1
+    got, want = (torch.autograd.grad(out.terms["kd"].sum, leaves) for out in (fused, plain))
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["top_k", "dense", "pointwise", "cut"])
 def test_chunks_of_rows_change_neither_loss_nor_gradient_nor_metrics(kind: str, monkeypatch: pytest.MonkeyPatch):
     batch = batch_of([3, 4])
     teacher = hidden_scores(7, 2)
-    scores = {"top_k": as_top_k(teacher, 3), "dense": dense_of(teacher), "pointwise": teacher}[kind]
-    options: dict = {"clip": "pointwise", "clip_limit": 0.05} if kind == "pointwise" else {}
+    scores = {"top_k": as_top_k(teacher, 3), "dense": dense_of(teacher)}.get(kind, teacher)
+    options: dict = {"pointwise": {"clip": "pointwise", "clip_limit": 0.05}, "cut": {"top_k": 3}}.get(kind, {})
 
     def read() -> tuple:
         student = hidden_scores(7, 1, grad=True)

@@ -197,6 +197,25 @@ def test_on_a_second_pass_the_ratio_moves_and_clipped_tokens_lose_their_gradient
     assert [not bool(row.any()) for row in gradient] == held
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"iw_gamma": 0.5}, {"clip_epsilon": 0.1}, {"clip_epsilon": 0.1, "iw_gamma": 0.5}]
+)
+def test_a_hidden_student_equals_the_same_student_as_logits(options: dict):
+    student, teacher = hidden_scores(7, 1, grad=True), hidden_scores(7, 2)
+    drawn = drawn_under(student, batch_of([4, 3], seed=5).target_ids) + 0.2
+    batch = batch_of([4, 3], seed=5, sampler_logprobs=drawn)
+    leaves = [student.hidden, student.head.weight, student.head.bias]
+    objective = PolicyGradientObjective(temperature=1.3, **options)
+    fused, plain = (objective(s, teacher, batch) for s in (student, DenseScores(dense=student.logits())))
+    torch.testing.assert_close(fused.terms["pg"].sum, plain.terms["pg"].sum, rtol=1e-11, atol=0)
+    torch.testing.assert_close(fused.pair_loss, plain.pair_loss, rtol=1e-11, atol=1e-13)
+    assert set(fused.metrics) == set(plain.metrics)
+    for name in plain.metrics:
+        assert near(metric_value(fused, name), metric_value(plain, name)), name
+    got, want = (torch.autograd.grad(out.terms["pg"].sum, leaves) for out in (fused, plain))
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
 def test_iw_weights_do_not_change_when_other_rows_leave_the_batch():
     batch = batch_of([2, 3])
     student, teacher = hidden_scores(5, 1), hidden_scores(5, 2)

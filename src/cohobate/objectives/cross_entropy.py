@@ -13,10 +13,16 @@ from torch import Tensor
 
 from cohobate.align.rollout import AlignedBatch
 from cohobate.errors import ConfigError
-from cohobate.functional.fused_logprobs import fused_linear_logprobs
+from cohobate.functional.fused_logprobs import (
+    FusedTokenLoss,
+    TokenLoss,
+    fused_linear_logprobs,
+    fused_linear_token_loss,
+)
 from cohobate.functional.logprobs import entropy, gather_last, log_softmax
+from cohobate.functional.reduce import weigh
 from cohobate.functional.scores import DenseScores, HiddenScores, TeacherScores
-from cohobate.objectives.protocol import PAIRS, Metric, ObjectiveOutput, StudentScores, Term, check_scores, weigh
+from cohobate.objectives.protocol import PAIRS, Metric, ObjectiveOutput, StudentScores, Term, check_scores
 
 CE_TOKENS = "ce_tokens"
 
@@ -47,25 +53,43 @@ class CrossEntropyObjective:
         self, student: StudentScores, teacher: TeacherScores | None, batch: AlignedBatch, /
     ) -> ObjectiveOutput:
         check_scores(self, student, teacher, batch)
-        logprobs, student_entropy = target_logprobs(student, batch.target_ids)
-        loss = weigh(-logprobs, batch.weights)
-        nll, count = -logprobs.detach(), torch.tensor(float(batch.num_pairs), device=logprobs.device)
-        if self.rows == "recorded":
-            chosen = _recorded(batch)
-            loss, nll = torch.where(chosen, loss, 0.0), torch.where(chosen, nll, 0.0)
-            student_entropy, count = torch.where(chosen, student_entropy, 0.0), chosen.sum()
+        chosen = torch.ones_like(batch.weights, dtype=torch.bool) if self.rows == "all" else _recorded(batch)
+        weights = torch.where(chosen, batch.weights, 0.0)
+        read = token_losses(student, batch.target_ids, lambda logprobs, rows: weigh(-logprobs, weights[rows]))
+        count = chosen.sum()
         return ObjectiveOutput(
-            terms={"ce": Term(sum=loss.sum(), count=PAIRS if self.rows == "all" else CE_TOKENS)},
+            terms={"ce": Term(sum=read.loss_sum, count=PAIRS if self.rows == "all" else CE_TOKENS)},
             metrics={
-                "nll": Metric(sum=nll.sum(), count=count),
-                "entropy/student": Metric(sum=student_entropy.sum(), count=count),
+                "nll": Metric(sum=torch.where(chosen, -read.logprobs, 0.0).sum(), count=count),
+                "entropy/student": Metric(sum=torch.where(chosen, read.entropy, 0.0).sum(), count=count),
             },
-            pair_loss=loss.detach(),
+            pair_loss=read.loss,
         )
 
 
 def _recorded(batch: AlignedBatch) -> Tensor:
     return ~batch.is_sampled[batch.row]
+
+
+def token_losses(
+    student: StudentScores, target_ids: Tensor, token_loss: TokenLoss, *, temperature: float = 1.0
+) -> FusedTokenLoss:
+    """The sum of `token_loss` over the log-probabilities of `target_ids [N]`, and what it was made of, in nats."""
+    if isinstance(student, HiddenScores):
+        head = student.head
+        return fused_linear_token_loss(
+            student.hidden,
+            head.weight,
+            target_ids,
+            token_loss,
+            temperature=temperature,
+            bias=head.bias,
+            scale=head.scale,
+            softcap=head.softcap,
+        )
+    logprobs, student_entropy = target_logprobs(student, target_ids, temperature=temperature)
+    loss = token_loss(logprobs, slice(None))
+    return FusedTokenLoss(loss_sum=loss.sum(), loss=loss.detach(), logprobs=logprobs.detach(), entropy=student_entropy)
 
 
 def target_logprobs(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The full divergence between student and teacher at every pair: GKD, OPD, OPSD and SDFT differ only in what feeds it.
 
-Two predictions that arrive as hidden states are compared by `fused_linear_divergence`, which keeps no `[N, V]`. Any
-other mixture is turned into logits a few rows at a time, and recomputed in the backward pass, so that it keeps none
-either.
+A student that arrives as hidden states is compared by the fused functions, which keep no `[N, V]`. Where one side
+arrives as logits, and for a clip of single entries, a few rows of logits are made at a time, and again in the backward
+pass, so that none are kept either.
 """
 
 import math
@@ -17,11 +17,15 @@ from torch.utils.checkpoint import checkpoint
 
 from cohobate.align.rollout import AlignedBatch
 from cohobate.errors import ConfigError
+from cohobate.functional.chunked_head import row_chunks
 from cohobate.functional.divergences import Clip, clip_divergence, divergence_terms
 from cohobate.functional.fused_linear import FusedDivergence, fused_linear_divergence
+from cohobate.functional.fused_topk import fused_linear_topk
+from cohobate.functional.kernels import kernels_for
 from cohobate.functional.logprobs import entropy, log_softmax
+from cohobate.functional.reduce import weigh
 from cohobate.functional.scores import DenseScores, HiddenScores, TeacherScores, TopKScores, top_k_scores
-from cohobate.functional.topk import Tail, log_tail_mass, topk_divergence
+from cohobate.functional.topk import Tail, bucketed_view, topk_divergence
 from cohobate.objectives.protocol import (
     PAIRS,
     Metric,
@@ -30,7 +34,6 @@ from cohobate.objectives.protocol import (
     Term,
     check_scores,
     only_weighted,
-    weigh,
 )
 
 _CHUNK_ENTRIES = 1 << 24  # logits held at once outside the fused function: 64 MiB of float32 a tensor
@@ -126,10 +129,15 @@ def read_pairs(
     objective: DivergenceObjective, student: StudentScores, teacher: TeacherScores | None, *, weights: Tensor
 ) -> tuple[FusedDivergence, Tensor]:
     """The weighted loss and what is known of each pair, and the share `[N]` of each pair that the clip holds."""
-    entire = objective.top_k is None and objective.clip != "pointwise"
-    if entire and isinstance(student, HiddenScores) and isinstance(teacher, HiddenScores):
-        return _read_fused(objective, student, teacher, weights)
     assert isinstance(teacher, HiddenScores | DenseScores | TopKScores)
+    if isinstance(student, HiddenScores) and objective.clip != "pointwise":
+        if isinstance(teacher, TopKScores):
+            kept = top_k_logprobs(teacher, objective.temperature)
+            return _held(objective, weights, lambda w: _fused_top_k(objective, student, teacher.ids, kept, w))
+        if objective.top_k is not None:
+            return _read_cut(objective, student, teacher, weights)
+        if isinstance(teacher, HiddenScores):
+            return _held(objective, weights, lambda w: _fused(objective, student, teacher, w))
     pairs = _in_chunks(lambda s, t, w: _read_rows(objective, s, t, w), student, teacher, weights)
     loss_sum = weigh(pairs.divergence, weights).sum()
     known = pairs._replace(divergence=pairs.divergence.detach())._asdict()
@@ -137,28 +145,48 @@ def read_pairs(
     return FusedDivergence(loss_sum=loss_sum, **known), pairs.clipped
 
 
-def _read_fused(
+def _fused(
     objective: DivergenceObjective, student: HiddenScores, teacher: HiddenScores, weights: Tensor
+) -> FusedDivergence:
+    return fused_linear_divergence(
+        student.hidden,
+        student.head.weight,
+        teacher.hidden,
+        teacher.head.weight,
+        beta=objective.beta,
+        temperature=objective.temperature,
+        weights=weights,
+        student_bias=student.head.bias,
+        teacher_bias=teacher.head.bias,
+        student_scale=student.head.scale,
+        teacher_scale=teacher.head.scale,
+        student_softcap=student.head.softcap,
+        teacher_softcap=teacher.head.softcap,
+    )
+
+
+def _fused_top_k(
+    objective: DivergenceObjective, student: HiddenScores, ids: Tensor, logprobs: Tensor, weights: Tensor
+) -> FusedDivergence:
+    return fused_linear_topk(
+        student.hidden,
+        student.head.weight,
+        ids,
+        logprobs,
+        beta=objective.beta,
+        tail=objective.tail,
+        temperature=objective.temperature,
+        weights=weights,
+        bias=student.head.bias,
+        scale=student.head.scale,
+        softcap=student.head.softcap,
+    )
+
+
+def _held(
+    objective: DivergenceObjective, weights: Tensor, fused: Callable[[Tensor], FusedDivergence]
 ) -> tuple[FusedDivergence, Tensor]:
-    """Both sides as hidden states. A token clip costs one more pass without gradient, to find the pairs to hold."""
-
-    def fused(pair_weights: Tensor) -> FusedDivergence:
-        return fused_linear_divergence(
-            student.hidden,
-            student.head.weight,
-            teacher.hidden,
-            teacher.head.weight,
-            beta=objective.beta,
-            temperature=objective.temperature,
-            weights=pair_weights,
-            student_bias=student.head.bias,
-            teacher_bias=teacher.head.bias,
-            student_scale=student.head.scale,
-            teacher_scale=teacher.head.scale,
-            student_softcap=student.head.softcap,
-            teacher_softcap=teacher.head.softcap,
-        )
-
+    """`fused(weights)` under the clip. A token clip costs one more pass, without gradient, to find whom to hold."""
     if objective.clip == "none":
         read = fused(weights)
         return read, torch.zeros_like(read.divergence)
@@ -167,9 +195,29 @@ def _read_fused(
     with torch.no_grad():
         held = fused(weights).divergence > limit  # False for NaN, which must stay visible
     read = fused(torch.where(held, 0.0, weights))
-    constant = limit * torch.where(held, weights, 0.0).sum().to(read.loss_sum.dtype)
+    constant = limit * torch.where(held, weights, 0.0).to(read.loss_sum.dtype).sum()
     divergence = torch.where(held, limit, read.divergence)
     return replace(read, loss_sum=read.loss_sum + constant, divergence=divergence), held.to(divergence.dtype)
+
+
+def _read_cut(
+    objective: DivergenceObjective, student: HiddenScores, teacher: HiddenScores | DenseScores, weights: Tensor
+) -> tuple[FusedDivergence, Tensor]:
+    """The loss over the k likeliest ids of a teacher that knows all; the metrics are those of the whole vocabulary."""
+    assert objective.top_k is not None
+    temperature, num_pairs = objective.temperature, student.hidden.shape[0]
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    with torch.no_grad():
+        for rows in row_chunks(num_pairs, max(1, _CHUNK_ENTRIES // student.vocab_size)) if num_pairs else [slice(0)]:
+            logits, told = _select(student, rows).logits(), _select(teacher, rows).logits()  # [n, V]
+            scales = (1 / temperature, 1 / temperature)
+            whole = kernels_for(logits).divergence_rows(logits, told, objective.beta, scales=scales)  # [6, n]
+            scores = top_k_scores(told, objective.top_k, told.argmax(-1), temperature=temperature)
+            parts.append((scores.ids, scores.logprobs(), whole))
+    ids, logprobs = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+    _, _, teacher_entropy, _, forward, reverse = torch.cat([part[2] for part in parts], dim=-1)
+    read, clipped = _held(objective, weights, lambda w: _fused_top_k(objective, student, ids, logprobs, w))
+    return replace(read, teacher_entropy=teacher_entropy, forward_kl=forward, reverse_kl=reverse), clipped
 
 
 def _read_rows(
@@ -178,14 +226,14 @@ def _read_rows(
     teacher: HiddenScores | DenseScores | TopKScores,
     weights: Tensor,
 ) -> _Pairs:
-    """A few rows through logits: the plain twin of the fused function, and the only way for a top-k teacher."""
+    """A few rows through logits: the plain twin of the fused functions, and the only way where logits arrive."""
     temperature = objective.temperature
     logits = only_weighted(student.logits(), weights)  # [n, V]
     s = log_softmax(logits, temperature=temperature)
     if isinstance(teacher, TopKScores):
         ids, kept = teacher.ids, top_k_logprobs(teacher, temperature)
         best = teacher.ids.gather(-1, teacher.logits.argmax(-1, keepdim=True)).squeeze(-1)
-        seen_s, seen_t = _coarse(s.detach(), ids, kept)
+        seen_s, seen_t = bucketed_view(s.detach(), ids, kept)
     else:
         with torch.no_grad():
             teacher_logits = teacher.logits().detach()
@@ -214,15 +262,6 @@ def _pairs(value: Tensor, clipped: Tensor, s: Tensor, best: Tensor, seen_s: Tens
             forward_kl=divergence_terms(seen_s, seen_t, beta=0.0).sum(-1),
             reverse_kl=divergence_terms(seen_s, seen_t, beta=1.0).sum(-1),
         )
-
-
-def _coarse(student_logprobs: Tensor, ids: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """Both sides over the K ids and one entry for all others: `[n, K + 1]` twice, `[n, K]` if K is the vocabulary."""
-    kept = student_logprobs.gather(-1, ids)
-    if ids.shape[-1] == student_logprobs.shape[-1]:
-        return kept, teacher_logprobs
-    rest = student_logprobs.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([kept, rest], -1), torch.cat([teacher_logprobs, log_tail_mass(teacher_logprobs)[:, None]], -1)
 
 
 def top_k_logprobs(scores: TopKScores, temperature: float) -> Tensor:

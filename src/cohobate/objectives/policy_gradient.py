@@ -18,8 +18,11 @@ from torch import Tensor
 from cohobate.align.rollout import AlignedBatch
 from cohobate.errors import ConfigError
 from cohobate.functional.estimators import clipped_surrogate, iw_opd_weights, k1, k3, sampled_kl_loss
+from cohobate.functional.fused_logprobs import FusedTokenLoss
+from cohobate.functional.logprobs import upcast
+from cohobate.functional.reduce import weigh
 from cohobate.functional.scores import DenseScores, HiddenScores, SampledScores, TeacherScores, TopKScores
-from cohobate.objectives.cross_entropy import target_logprobs
+from cohobate.objectives.cross_entropy import target_logprobs, token_losses
 from cohobate.objectives.divergence import check_temperature, top_k_normalizer
 from cohobate.objectives.protocol import (
     PAIRS,
@@ -29,7 +32,6 @@ from cohobate.objectives.protocol import (
     Term,
     check_scores,
     only_weighted,
-    weigh,
 )
 
 
@@ -80,43 +82,57 @@ class PolicyGradientObjective:
         check_scores(self, student, teacher, batch)
         self._check_drawn(batch)
         assert teacher is not None
-        logprobs, student_entropy = target_logprobs(student, batch.target_ids, temperature=self.temperature)
         with torch.no_grad():
-            teacher_logprobs = _teacher_logprobs(teacher, batch.target_ids, self.temperature).to(logprobs.dtype)
-        now, logprobs = logprobs.detach(), only_weighted(logprobs, batch.weights)
-        drawn = now if self.clip_epsilon is None else _sampler_logprobs(batch).to(logprobs.dtype)
-        advantages = teacher_logprobs - drawn
-        weights = batch.weights.to(logprobs.dtype)
-        if self.iw_gamma is not None:
-            weights = weights * _per_pair_iw_weights(advantages, batch, self.iw_gamma)
-        clipped = None
-        if self.clip_epsilon is None:
-            loss = sampled_kl_loss(logprobs, teacher_logprobs, estimator="policy_gradient")
-        else:
-            loss, clipped = clipped_surrogate(logprobs, drawn, advantages, clip_epsilon=self.clip_epsilon)
-        loss = weigh(loss, weights)
+            teacher_logprobs = upcast(_teacher_logprobs(teacher, batch.target_ids, self.temperature))
+            drawn = None if self.clip_epsilon is None else _sampler_logprobs(batch)
+            weights = self._weights(student, teacher_logprobs, drawn, batch)
+
+        def token_loss(logprobs: Tensor, rows: slice) -> Tensor:
+            logprobs, told = only_weighted(logprobs, batch.weights[rows]), teacher_logprobs[rows].to(logprobs.dtype)
+            if drawn is None or self.clip_epsilon is None:
+                return weigh(sampled_kl_loss(logprobs, told, estimator="policy_gradient"), weights[rows])
+            before = drawn[rows].to(logprobs.dtype)
+            surrogate, _ = clipped_surrogate(logprobs, before, told - before, clip_epsilon=self.clip_epsilon)
+            return weigh(surrogate, weights[rows])
+
+        read = token_losses(student, batch.target_ids, token_loss, temperature=self.temperature)
         return ObjectiveOutput(
-            terms={"pg": Term(sum=loss.sum(), count=PAIRS)},
-            metrics=self._metrics(now, teacher_logprobs, advantages, student_entropy, batch)
-            | ({} if clipped is None else {"ratio/clipped_share": _mean(clipped.to(now.dtype))}),
-            pair_loss=loss.detach(),
+            terms={"pg": Term(sum=read.loss_sum, count=PAIRS)},
+            metrics=self._metrics(read, teacher_logprobs.to(read.logprobs.dtype), drawn, batch),
+            pair_loss=read.loss,
         )
 
+    def _weights(
+        self, student: StudentScores, teacher_logprobs: Tensor, drawn: Tensor | None, batch: AlignedBatch
+    ) -> Tensor:
+        """`[N]` weights of the pairs. Those of IW-OPD look at whole completions, so the student is read beforehand."""
+        if self.iw_gamma is None:
+            return batch.weights
+        if drawn is None:
+            drawn, _ = target_logprobs(student, batch.target_ids, temperature=self.temperature)
+        advantages = teacher_logprobs.to(drawn.dtype) - drawn
+        return batch.weights.to(drawn.dtype) * _per_pair_iw_weights(advantages, batch, self.iw_gamma)
+
     def _metrics(
-        self, now: Tensor, teacher_logprobs: Tensor, advantages: Tensor, student_entropy: Tensor, batch: AlignedBatch
+        self, read: FusedTokenLoss, teacher_logprobs: Tensor, drawn: Tensor | None, batch: AlignedBatch
     ) -> dict[str, Metric]:
         """The ratio is over the pairs whose draw has a log-probability; it stays near 1 while the rollout is fresh."""
-        draw = batch.sampler_logprobs
+        now, draw = read.logprobs, batch.sampler_logprobs
         draw = torch.full_like(now, math.nan) if draw is None else draw.to(now.dtype)
         known = ~torch.isnan(draw)
         ratio = torch.where(known, now - torch.where(known, draw, 0.0), -math.inf).exp()
-        return {
+        advantages = teacher_logprobs - (now if drawn is None else draw)
+        metrics = {
             "kl/reverse": _mean(k1(now, teacher_logprobs)),
             "kl/reverse_k3": _mean(k3(now, teacher_logprobs)),
-            "entropy/student": _mean(student_entropy),
+            "entropy/student": _mean(read.entropy),
             "advantage/mean": _mean(advantages),
             "ratio/mean": Metric(sum=ratio.sum(), count=known.sum()),
         }
+        if self.clip_epsilon is not None:
+            _, clipped = clipped_surrogate(now, draw, advantages, clip_epsilon=self.clip_epsilon)
+            metrics["ratio/clipped_share"] = _mean(clipped.to(now.dtype))
+        return metrics
 
     def _check_drawn(self, batch: AlignedBatch) -> None:
         """Refuse tokens that no known policy drew: on them the surrogate is not an estimate of anything."""

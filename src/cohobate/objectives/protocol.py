@@ -190,11 +190,6 @@ def check_scores(
         )
 
 
-def weigh(values: Tensor, weights: Tensor) -> Tensor:
-    """`values * weights`, both `[N]`, and exactly 0 where the weight is 0, whatever the value is."""
-    return torch.where(weights == 0, 0.0, values * weights.to(values.dtype))
-
-
 def only_weighted(values: Tensor, weights: Tensor) -> Tensor:
     """`values [N, ...]` with no gradient in rows of weight 0: there 0 x NaN would reach the shared head."""
     dead = (weights == 0).view(-1, *[1] * (values.dim() - 1))
