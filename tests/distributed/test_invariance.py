@@ -7,7 +7,8 @@ import pytest
 from launch import run_ranks
 from one_step import Arrangement, arrangements, one_step
 
-TOLERANCE = 1e-6
+# float32: rows that run packed sum their attention in another order than padded ones (1.1e-6 was seen).
+TOLERANCE = 2e-6
 
 
 def same(found: dict, wanted: dict, where: object) -> None:
