@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from cohobate.errors import ConfigError
+from cohobate.functional.fused_linear import fused_linear_divergence
 from cohobate.teachers import HeadNotReadable, check_head, dense_pair_scores, logit_row_checksum, pair_scores
 from cohobate.teachers import forward as forward_module
 
@@ -143,7 +144,7 @@ def lora(model: nn.Module, **fields: Any) -> Any:
         torch.manual_seed(3)
         wrapped = get_peft_model(model, LoraConfig(**fields)).eval()
         for name, parameter in wrapped.named_parameters():
-            if "lora_B" in name:  # starts at 0, where A would get no gradient
+            if "lora_B" in name or "embedding_A" in name:  # starts at 0, where the other would get no gradient
                 parameter.data = 0.1 * torch.randn_like(parameter)
     return wrapped
 
@@ -159,6 +160,109 @@ def test_an_adapter_on_the_head_gets_its_own_gradients(name: str):
     assert seen.hidden.shape[1] == 32 + 4
     assert_same_values_and_gradients(wrapped, seen, inputs())
     assert any("lm_head" in n and "lora_A" in n for n, p in wrapped.named_parameters() if p.grad is not None)
+
+
+# ------------------------------------------------------------------ through the fused loss
+
+
+def fused_loss(model: nn.Module, teacher: nn.Module) -> Tensor:
+    """JSD of the pairs by the fused function, which makes every gradient itself."""
+    with torch.no_grad():
+        t = pair_scores(teacher, inputs(), PAIRS)
+    s = pair_scores(model, inputs(), PAIRS)
+    return fused_linear_divergence(
+        s.hidden,
+        s.head.weight,
+        t.hidden,
+        t.head.weight,
+        beta=0.5,
+        student_bias=s.head.bias,
+        teacher_bias=t.head.bias,
+        student_scale=s.head.scale,
+        teacher_scale=t.head.scale,
+        student_softcap=s.head.softcap,
+        teacher_softcap=t.head.softcap,
+        chunk_size=3,
+    ).loss_sum
+
+
+def plain_loss(model: nn.Module, teacher: nn.Module) -> Tensor:
+    """The same from both models' own logits, by autograd, from the definition in probability space."""
+    with torch.no_grad():
+        t = own_logits(teacher, inputs()).float().softmax(-1)
+    s = own_logits(model, inputs()).float().softmax(-1)
+    m = (s + t) / 2
+    return 0.5 * (t * (t / m).log() + s * (s / m).log()).sum()
+
+
+def gradients_of(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_fused_is_plain(model: nn.Module, teacher: nn.Module, tolerance: float = 1e-3) -> dict[str, Tensor]:
+    """Returns the gradients of the fused loss."""
+    ours, theirs = fused_loss(model, teacher), plain_loss(model, teacher)
+    assert ours.item() == pytest.approx(theirs.item(), rel=tolerance)
+    found, expected = gradients_of(ours, model), gradients_of(theirs, model)
+    assert found.keys() == expected.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+    for name, gradient in expected.items():
+        assert gradient.norm() > 1e-6, name
+        assert (found[name] - gradient).norm() <= tolerance * gradient.norm(), name
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_fused_loss_gives_every_parameter_the_gradient_of_the_models_own_logits(name: str):
+    assert_fused_is_plain(make(name), make(name, seed=1))
+
+
+def test_a_tied_embedding_gets_the_sum_of_both_gradients_from_the_fused_loss():
+    tied, untied, teacher = make("llama, tied"), make("llama"), make("llama", seed=1)
+    untied.load_state_dict(tied.state_dict())  # equal, but two parameters
+    both = assert_fused_is_plain(tied, teacher)["model.embed_tokens.weight"]
+    apart = assert_fused_is_plain(untied, teacher)
+    torch.testing.assert_close(
+        both, apart["model.embed_tokens.weight"] + apart["lm_head.weight"], rtol=1e-4, atol=1e-6
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True` and a tied layer:UserWarning")
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "phi, biased", "gemma2"])
+def test_an_adapter_on_the_head_is_in_the_fused_loss_and_gets_its_gradients(name: str):
+    wrapped, teacher = lora(make(name), target_modules=["lm_head"]), make(name, seed=1)
+    found = assert_fused_is_plain(wrapped, teacher)
+    assert {n.split(".")[-3] for n in found} == {"lora_A", "lora_B"}
+    with wrapped.disable_adapter():
+        without = fused_loss(wrapped, teacher).item()
+    assert abs(without - fused_loss(wrapped, teacher).item()) > 1e-3
+
+
+def test_an_adapter_that_is_tied_like_the_weight_below_it_gets_both_gradients():
+    wrapped = lora(make("llama, tied"), target_modules=["embed_tokens"], ensure_weight_tying=True)
+    assert_fused_is_plain(wrapped, make("llama", seed=1))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "phi, biased"])
+def test_under_autocast_the_fused_loss_is_the_models_own_and_gradients_keep_the_parameters_dtype(name: str):
+    model, teacher = make(name), make(name, seed=1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, theirs = fused_loss(model, teacher), plain_loss(model, teacher)
+    assert ours.dtype == torch.float32
+    assert ours.item() == pytest.approx(theirs.item(), rel=2e-2)
+    found, expected = gradients_of(ours, model), gradients_of(theirs, model)
+    for parameter, gradient in expected.items():
+        assert found[parameter].dtype == torch.float32
+        assert (found[parameter] - gradient).norm() <= 6e-2 * gradient.norm(), parameter
+
+
+def test_an_evaluation_of_the_fused_loss_leaves_no_gradient_and_gives_the_same_value():
+    model, teacher = make("llama, tied"), make("llama", seed=1)
+    with torch.no_grad():
+        value = fused_loss(model, teacher)
+    assert not value.requires_grad
+    torch.testing.assert_close(value, fused_loss(model, teacher).detach())
 
 
 def test_two_adapters_with_biases_on_the_head_add_up():
@@ -218,6 +322,15 @@ def test_a_variant_of_lora_on_the_head_is_refused_and_scored_densely():
     with pytest.raises(HeadNotReadable, match="DoRA"):
         pair_scores(wrapped, inputs(), PAIRS)
     assert_same_values_and_gradients(wrapped, dense_pair_scores(wrapped, inputs(), PAIRS), inputs())
+
+
+def test_weights_that_are_whole_only_inside_their_module_are_refused_and_scored_densely():
+    model = make("llama")
+    model.lm_head.weight.ds_id = 0  # as DeepSpeed marks a ZeRO-3 parameter
+    assert not check_head(model)
+    with pytest.raises(HeadNotReadable, match=r"FSDP1 or ZeRO-3.*Use FSDP2"):
+        pair_scores(model, inputs(), PAIRS)
+    assert_same_values_and_gradients(model, dense_pair_scores(model, inputs(), PAIRS), inputs())
 
 
 def test_prompt_tuning_which_moves_every_position_is_refused():

@@ -9,6 +9,10 @@ through here; with gradients on, they flow into the body, the head, and an adapt
 What a model does to its logits after the head (scale, soft-cap) is read from its config, and names there are a
 convention, not a promise: `check_head` compares once with the model's own logits. A head that cannot be written as
 `softcap(scale * (h W^T + b))` still works, through `dense_pair_scores`.
+
+Under FSDP2 the head is read while it is gathered for its own call, and kept until the backward pass: one all-gather
+and one reduce-scatter, as for any other layer. A tensor-parallel head (DTensor) is gathered here; one that is not to
+be is a `VocabParallelLMHead`, whose loss is in `parallel.lm_head`.
 """
 
 import inspect
@@ -18,11 +22,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from cohobate.errors import CohobateError, ConfigError
 from cohobate.functional.logprobs import real_vocabulary
 from cohobate.functional.scores import DenseScores, HiddenScores, OutputHead
-from cohobate.parallel.modules import eval_mode, is_sharded, unwrapped
+from cohobate.parallel.lm_head import VocabParallelLMHead
+from cohobate.parallel.modules import (
+    eval_mode,
+    gathered,
+    is_whole_only_inside,
+    keep_gathered,
+    reaching,
+    release_gathered,
+    unwrapped,
+)
 
 _LOUDER = 64.0  # makes a soft-cap show in logits near 1, and keeps trained ones (near 30) finite in float16
 
@@ -59,8 +73,12 @@ def _pair_scores(
 ) -> HiddenScores:
     """`pair_scores`; with `louder`, as if every row were twice as long, its second half multiplied by it."""
     base = unwrapped(model)
-    if is_sharded(base):
-        raise HeadNotReadable("the model's weights are sharded over ranks: its head is whole only while it is called.")
+    if is_whole_only_inside(base):
+        raise HeadNotReadable(
+            "the model's weights are sharded over ranks by FSDP1 or ZeRO-3: its head is whole only while it is "
+            "called. Use FSDP2 (fully_shard), or dense_pair_scores."
+        )
+    is_fsdp2 = _keep_head_gathered(base)
     scale, softcap = _scale_and_softcap(base)
     read: list[tuple[Tensor, OutputHead]] = []
 
@@ -74,13 +92,15 @@ def _pair_scores(
         return hidden[:, :1]
 
     with _head_input(base, model_inputs, take):
-        (call or model)(**_accepted(base, model_inputs))
+        output = (call or model)(**_accepted(base, model_inputs))
     if len(read) != 1:
         raise HeadNotReadable(
             f"the output head of {type(base).__name__} was called {len(read)} times in one forward pass, not once. A "
             "compiled model may pass hooks over: pass the model before torch.compile."
         )
     rows, head = read[0]
+    if is_fsdp2:
+        rows = reaching(rows, output.logits)
     return HiddenScores(hidden=rows, head=head if vocab_size is None else head.cut(vocab_size))
 
 
@@ -130,6 +150,8 @@ def check_head(model: nn.Module, model_inputs: Mapping[str, Tensor] | None = Non
             seen = _pair_scores(base, inputs, index, louder=_LOUDER).logits()
         except HeadNotReadable:
             return False
+        finally:
+            release_gathered(base)
     own, seen = own.to(seen.dtype), seen.to(own.device)
     if own.shape != seen.shape:
         return False
@@ -162,7 +184,14 @@ def _rows_of(values: Tensor, pair_index: Tensor) -> Tensor:
 
 def _output_head(base: nn.Module) -> nn.Module | None:
     getter = getattr(base, "get_output_embeddings", None)
-    return getter() if callable(getter) else None  # pyright: ignore[reportReturnType]
+    head = getter() if callable(getter) else None
+    if isinstance(head, VocabParallelLMHead) and not head.is_whole:
+        raise ConfigError(
+            f"the output head of {type(base).__name__} is one shard of its vocabulary ({head}), whose logits are no "
+            "distribution. Take the hidden states of the pairs from the base model, and the loss from "
+            "cohobate.parallel.lm_head.vocab_parallel_fused_divergence."
+        )
+    return head  # pyright: ignore[reportReturnType]
 
 
 @contextmanager
@@ -191,6 +220,19 @@ def _head_input(
         handle.remove()
 
 
+def _keep_head_gathered(base: nn.Module) -> bool:
+    """Whether FSDP2 holds the head's weights, which then stay whole until the backward pass."""
+    head = _output_head(base)
+    if head is None:
+        return False
+    if any(isinstance(module, FSDPModule) for module in head.modules() if module is not head):
+        raise HeadNotReadable(
+            "a part of the output head is sharded by a fully_shard of its own, so the head is not whole when it is "
+            "called. Call fully_shard on the head (with its adapter) or on the model instead."
+        )
+    return keep_gathered(base, head)
+
+
 def _read_head(head: Any, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Input rows, weight and bias of the head as it acts now; adapters are known by attributes, not by import."""
     if hasattr(head, "modules_to_save") and hasattr(head, "original_module"):  # PEFT's fully trained copy
@@ -201,10 +243,9 @@ def _read_head(head: Any, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         return _read_lora(head, rows)
     if type(head).forward is not nn.Linear.forward:
         raise HeadNotReadable(f"an output head of type {type(head).__name__} is no plain linear layer.")
-    weight: Tensor = head.weight
-    if weight.is_meta:
+    if head.weight.is_meta:
         raise HeadNotReadable("the output head's weights are offloaded.")
-    return rows, weight, head.bias
+    return rows, gathered(head.weight), None if head.bias is None else gathered(head.bias)
 
 
 def _read_lora(head: Any, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -13,6 +13,7 @@ from cohobate.errors import ConfigError
 from cohobate.functional.scores import DenseScores, HiddenScores, OutputHead
 from cohobate.parallel.modules import eval_mode, unwrapped
 from cohobate.teachers.forward import check_head, dense_pair_scores, pair_scores
+from cohobate.teachers.packing import can_pack, packed_side
 
 _log = logging.getLogger(__name__)
 
@@ -27,12 +28,14 @@ class ModelScorer:
         self.model = unwrapped(model)
         self.vocab_size = vocab_size
         self.provides: type = HiddenScores if check_head(self.model) else DenseScores
+        self._packs = can_pack(self.model)
         if self.provides is DenseScores:
             name = type(self.model).__name__
             _log.info("%s: its output head is not a plain linear map, so it is scored by its own logits [N, V].", name)
 
     def __call__(self, side: AlignedSide, call: Callable[..., Any] | None = None) -> HiddenScores | DenseScores:
         device = next(self.model.parameters()).device
+        side = packed_side(side, self.model) if self._packs else side
         inputs = {name: value.to(device) for name, value in side.model_inputs.items()}
         score = pair_scores if self.provides is HiddenScores else dense_pair_scores
         with torch.no_grad(), eval_mode(self.model):
