@@ -24,4 +24,4 @@ def test_a_budget_becomes_a_number_of_rows():
     assert rows(size=5) == 5
     assert rows(bytes=1) == 1
     assert rows(bytes=7 * 2 * 100 * 4) == 7
-    assert rows() > 1000
+    assert rows() == 512  # with more the products are no faster

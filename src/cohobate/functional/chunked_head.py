@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chunk loop over a vocabulary head: raw products to tempered logits and back, and gradients added up over chunks.
 
-Shared by everything in `fused_linear.py`, so that scale, soft-cap, temperature, accumulation dtype and the size of a
+Shared by all `fused_*.py`, so that scale, soft-cap, temperature, accumulation dtype and the size of a
 chunk are decided once. Buffers are worked on in place: whoever calls owns the `[n, V]` tile that it hands in.
 
 N rows, n rows of one chunk, V vocabulary, H hidden. "Wide" is float32, or float64 where an input is float64.
@@ -16,13 +16,12 @@ from torch import Tensor
 from cohobate.functional.logprobs import check_softcap
 from cohobate.functional.workspace import gradient
 
-# Bytes of all [n, V] tiles of one chunk together. On a CPU that is half a thousand rows of a vocabulary of 50,000:
-# with more of them the products are no faster.
-CHUNK_BYTES_CPU = 192 * 2**20
+# Bytes of all [n, V] tiles of one chunk together.
+CHUNK_BYTES_CPU = 640 * 2**20  # 512 rows of a vocabulary of 150,000: each chunk reads and writes all of dW once
 CHUNK_BYTES_DEVICE = 512 * 2**20
-_TILES = (
-    2  # [n, V] buffers of the wide dtype alive at once: the student's, whose gradient takes its place, the teacher's
-)
+_MOST_ROWS_CPU = 512  # with more of them the products are no faster
+_ROWS_DEVICE = 128  # a chunk is a multiple of it: products are made in tiles of so many rows
+_TILES = 2  # of the wide dtype, alive at once: the student's, whose gradient takes its place, and the teacher's
 _BLOCK = 8192  # ids at a time where a product of low precision is widened: 512 rows of them stay in a cache
 
 
@@ -67,36 +66,13 @@ class ChunkHead:
             _wide_product(hidden, weight, out)
             if bias is not None:
                 out.add_(bias)
-            out.mul_(factor)
+            if factor != 1.0:
+                out.mul_(factor)
         elif bias is None:
             torch.addmm(out, hidden, weight.T, beta=0, alpha=factor, out=out)
         else:
             torch.addmm(bias.to(out.dtype), hidden, weight.T, beta=factor, alpha=factor, out=out)
         return out if self.softcap is None else out.tanh_()
-
-    def logits(self, raw: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Tempered logits, in place of `raw [n, V]`, and (with a soft-cap) the tanh that the way back needs."""
-        if bias is not None:
-            raw.add_(bias)
-        if self.softcap is None:
-            factor = self.scale / self.temperature
-            return (raw if factor == 1.0 else raw.mul_(factor)), None
-        tanh = raw.mul_(self.scale / self.softcap).tanh_()
-        return tanh * (self.softcap / self.temperature), tanh
-
-    def logprobs(self, raw: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of `raw [n, V]`, whose logits are freed on return, and the tanh as above."""
-        logits, tanh = self.logits(raw, bias)
-        return logits.log_softmax(-1), tanh
-
-    def back(self, grad: Tensor, tanh: Tensor | None, factor: Tensor | None) -> Tensor:
-        """`factor [n] * d(tempered logits)/d(raw)`, in place of `grad [n, V]`; a row of factor 0 is 0 even if NaN."""
-        if tanh is not None:
-            grad.mul_(tanh.square_().neg_().add_(1.0))
-        slope = self.scale / self.temperature
-        if factor is not None:
-            return grad.mul_((factor * slope)[:, None]).masked_fill_((factor == 0)[:, None], 0.0)
-        return grad if slope == 1.0 else grad.mul_(slope)
 
 
 class HeadGradients:
@@ -210,11 +186,15 @@ def rows_per_chunk(
         if chunk_bytes is not None or chunk_size < 1:
             raise ValueError(f"give chunk_size >= 1 or chunk_bytes, not both; got {chunk_size} and {chunk_bytes}.")
         return chunk_size
+    on_cpu = hidden.device.type == "cpu"
     if chunk_bytes is None:
-        chunk_bytes = CHUNK_BYTES_CPU if hidden.device.type == "cpu" else CHUNK_BYTES_DEVICE
+        chunk_bytes = CHUNK_BYTES_CPU if on_cpu else CHUNK_BYTES_DEVICE
     if chunk_bytes < 1:
         raise ValueError(f"chunk_bytes must be >= 1, got {chunk_bytes}.")
-    return max(1, chunk_bytes // (_TILES * vocab_size * wide.itemsize))
+    rows = max(1, chunk_bytes // max(1, _TILES * vocab_size * wide.itemsize))
+    if on_cpu:
+        return min(rows, _MOST_ROWS_CPU)
+    return rows - rows % _ROWS_DEVICE if rows > _ROWS_DEVICE else rows
 
 
 def check_side(side: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -102,7 +102,7 @@ class StudentHead:
             return tile("gradient", (student.shape[0], student.shape[1]), self.plan.products, student.device)
         if student.dtype == self.plan.products:
             return student
-        if student.device.type == "cpu" and student.dtype.itemsize > self.plan.products.itemsize:
+        if student.dtype.itemsize > self.plan.products.itemsize:
             return student.view(self.plan.products)[:, : student.shape[1]]
         return torch.empty_like(student, dtype=self.plan.products)
 
