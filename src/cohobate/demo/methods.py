@@ -15,10 +15,10 @@ from transformers import TrainerCallback
 
 from cohobate.data import CompletionView, PrivilegedConfig
 from cohobate.demo import load_student, load_teacher, task
+from cohobate.files import written_whole
 from cohobate.objectives import CrossEntropyObjective, DivergenceObjective
 from cohobate.teachers import FrozenTeacher
 from cohobate.trainer import DistillationConfig, DistillationTrainer, RunDescription
-from cohobate.trainer.files import written_whole
 
 Method = Literal["sft", "offline_kd", "opd_reverse", "opd_forward", "opsd"]
 METHODS: tuple[Method, ...] = get_args(Method)

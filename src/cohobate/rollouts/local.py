@@ -7,6 +7,7 @@ counts; a repetition penalty or a stop id that came with the checkpoint would ma
 one that is trained. The ends: where a completion stops is read from the index of its first end-of-sequence token,
 never from padding, because a pad id may be that very token.
 
+On a CPU the output head gets few rows and many columns, for which the matrix library is slow (`_head_in_blocks`).
 Measured on two CPU cores, `generate` costs no more per token than a bare loop over a `DynamicCache` (64 rows, 40
 tokens, a Llama of 2 layers and width 64: 3.3 and 4.4 ms), so there is no decoding loop of our own.
 """
@@ -34,6 +35,8 @@ from cohobate.errors import AlignmentError, ConfigError, NonFiniteError
 from cohobate.parallel.modules import eval_mode, is_sharded, unwrapped
 from cohobate.parallel.world import all_reduce_max, current_world
 from cohobate.rollouts.keyed_draw import KeyedDraw, sample_keys
+
+_HEAD_BLOCK = 1024  # columns of the head in one product while decoding on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ class LocalRollouts:
         synced = is_sharded(model) if self.synced_gpus is None else self.synced_gpus
         synced = synced and current_world().size > 1
         parts = []
-        with torch.no_grad(), eval_mode(model), _neutral_generation_config(model):
+        with torch.no_grad(), eval_mode(model), _neutral_generation_config(model), _head_in_blocks(model):
             for rows in self._batches(ids.shape[0], synced):
                 if rows.numel() == 0:  # another rank still decodes: keep it company with one row, and drop it
                     width = max(ids.shape[1], 1)
@@ -231,6 +234,35 @@ def _neutral_generation_config(model: nn.Module) -> Iterator[None]:
     finally:
         for owner, config in found:
             owner.generation_config = config
+
+
+@contextmanager
+def _head_in_blocks(model: nn.Module) -> Iterator[None]:
+    """Inside, a plain float32 head on a CPU multiplies 2 to 16 rows by a few columns at a time: the same bits, sooner.
+
+    Measured at H = 576, V = 49152 with two threads: 14.2 ms in one product of 8 rows, 7.8 ms in blocks of 1024
+    columns; for 1 row, and for 32, there is nothing to gain.
+    """
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if type(head) is not nn.Linear or "forward" in vars(head) or not _is_plain(head.weight):
+        yield
+        return
+
+    def forward(input: Tensor) -> Tensor:
+        if not 2 <= input.shape[:-1].numel() <= 16:
+            return nn.Linear.forward(head, input)
+        logits = torch.cat([nn.functional.linear(input, block) for block in head.weight.split(_HEAD_BLOCK)], dim=-1)
+        return logits if head.bias is None else logits.add_(head.bias)
+
+    head.forward = forward
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+def _is_plain(weight: Tensor) -> bool:
+    return type(weight.data) is Tensor and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 def _base_model(model: nn.Module) -> nn.Module:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cohobate.align.rollout import AlignedSide
-from cohobate.parallel.modules import eval_mode, unwrapped
+from cohobate.parallel.modules import eval_mode, is_sharded, unwrapped
 from cohobate.teachers.forward import dense_pair_scores, pair_scores
 
 # What models raise that cannot read a mask of four dimensions; `HeadNotReadable` is a ValueError too.
@@ -58,9 +58,12 @@ def can_pack(model: nn.Module) -> bool:
     """Whether `model` computes the same from a packed row, tried on two short ones; False wherever in doubt.
 
     Costs two tiny forward passes, in eval mode and without gradients. Windowed attention is told from the config,
-    since short rows would not show it, and half precision is left alone, since it could not show a small difference.
+    since short rows would not show it. Half precision is left alone, since it could not show a small difference, and
+    so are weights that are sharded when this is asked: every rank would have to ask.
     """
     base: Any = unwrapped(model)
+    if is_sharded(base):
+        return False
     weight = next(base.parameters())
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.float64) or not _attends_freely(base):
         return False

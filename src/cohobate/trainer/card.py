@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from cohobate.trainer.files import written_whole
+from cohobate.files import written_whole
 
 PAPERS: dict[str, tuple[str, str]] = {
     "gkd": ("On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes", "2306.13649"),

@@ -17,10 +17,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from cohobate.align.rollout import AlignedBatch, RolloutBatch
 from cohobate.align.rollout_ops import completion_mask
+from cohobate.files import written_whole
 from cohobate.objectives import Metric, ObjectiveOutput
 from cohobate.parallel.gather import all_reduce_largest, union_of_names
 from cohobate.parallel.world import all_reduce_sum
-from cohobate.trainer.files import written_whole
 from cohobate.trainer.step import RolledOut, completion_ids
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from cohobate.align.rollout import AlignedBatch, AlignedSide
 from cohobate.errors import ConfigError
+from cohobate.files import written_whole
 from cohobate.parallel.world import World
-from cohobate.trainer.files import written_whole
 from cohobate.trainer.step import Window
 
 FORMAT = 1

@@ -29,6 +29,7 @@ from cohobate.parallel.modules import eval_mode
 from cohobate.parallel.world import all_reduce_sum, any_rank, current_world
 from cohobate.rollouts import LocalRollouts, RolloutSource
 from cohobate.teachers import check_head, dense_pair_scores, pair_scores
+from cohobate.teachers.packing import can_pack, packed_side
 from cohobate.trainer import resolve
 from cohobate.trainer.canaries import FiniteCheck, teacher_notice, warn_once
 from cohobate.trainer.card import RunDescription, model_card, write_model_card
@@ -148,6 +149,7 @@ class DistillationTrainer(Trainer):
             token_budget=args.token_budget,
         )
         self._reads_head = check_head(student)
+        self._packs = can_pack(student)
         self._sums = MetricSums()
         self._finite = FiniteCheck()
         self._said: set[str] = set()
@@ -249,7 +251,8 @@ class DistillationTrainer(Trainer):
         batch = batch.to(self.args.device)
         teacher = None if self.teacher is None else self.teacher.score(batch)
         read = pair_scores if self._reads_head else dense_pair_scores
-        student = read(model, batch.student.model_inputs, batch.student.pair_index, vocab_size=self.vocab_size)
+        side = packed_side(batch.student, model) if self._packs else batch.student
+        student = read(model, side.model_inputs, side.pair_index, vocab_size=self.vocab_size)
         return student, teacher, batch
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
