@@ -14,8 +14,8 @@ and each is compared with one process that holds everything: value, gradient of 
 A cache of shards fits a student that is split over the same ranks. One that is split otherwise gets the teacher's top
 k instead: made on any number of ranks, saved, and used on any other.
 
-    torchrun --nproc_per_node 2 examples/opsd_tensor_parallel.py [CACHE.safetensors]
-    torchrun --nproc_per_node 3 examples/opsd_tensor_parallel.py CACHE.safetensors
+    torchrun --nproc-per-node 2 examples/opsd_tensor_parallel.py [CACHE.safetensors]
+    torchrun --nproc-per-node 3 examples/opsd_tensor_parallel.py CACHE.safetensors
     python examples/opsd_tensor_parallel.py CACHE.safetensors
 
 The first makes the top-k cache, if the file is not there yet; every run prints the same loss for it.
@@ -36,9 +36,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cohobate import RolloutBatch, TeacherContext, build_opsd_training_batch, forward_kl, reverse_kl
-from cohobate.functional.topk import log_tail_mass
-from cohobate.parallel import vocab_parallel_kl_div, vocab_parallel_logprobs, vocab_parallel_topk
-from cohobate.parallel.lm_head import VocabParallelLMHead, vocab_parallel_fused_divergence
+from cohobate.functional import log_tail_mass
+from cohobate.parallel import (
+    VocabParallelLMHead,
+    vocab_parallel_fused_divergence,
+    vocab_parallel_kl_div,
+    vocab_parallel_logprobs,
+    vocab_parallel_topk,
+)
 
 VOCABULARY, HIDDEN, ROWS, PROMPT, SOLUTION, COMPLETION = 12_000, 32, 4, 6, 10, 48
 PAD, K = 0, 8

@@ -2,6 +2,7 @@
 """Chunks are the gaps between common byte boundaries: checked against that definition, spelled out byte by byte."""
 
 import random
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -196,3 +197,23 @@ def test_truncation_is_the_best_of_all_choices(text: bytes, lengths: tuple[int, 
 def test_roles_that_do_not_fit_are_refused(roles: dict[int, str], message: str):
     with pytest.raises(AlignmentError, match=message):
         align_bytes([b"a"], [b"a"], student_roles=roles)
+
+
+def test_of_equally_many_pairs_those_in_one_place_are_taken():
+    """A text that begins and ends with one special, on a side that adds it in front, and on one that does not."""
+    both = ("bos", "eos")
+    chunks = align_bytes(
+        [None, b"a b", None], [b"a", b" b", None], student_roles={0: both, 2: both}, teacher_roles={2: both}
+    )
+    assert list(chunks) == [(1, 2, 0, 2), (2, 3, 2, 3)]
+
+
+def test_specials_that_pair_one_to_one_cost_no_table_of_all_pairs():
+    pieces = [None, b"a"] * 3000
+    roles = dict.fromkeys(range(0, 6000, 2), "eos")
+    tracemalloc.start()
+    chunks = align_bytes(pieces, pieces, student_roles=roles, teacher_roles=roles)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(chunks) == 6000
+    assert peak < 30e6

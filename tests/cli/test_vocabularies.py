@@ -9,6 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from cohobate.cli import drawing, main
+from cohobate.teachers.load import load_tokenizer
 from cohobate.vocab import Projection, SubtokenTables
 from small_tokenizers import bpe, chat_tokenizer, word_tokenizer
 
@@ -151,3 +152,31 @@ def test_help_says_what_is_supported_or_how_it_is_called(run: Command, command: 
     assert code == 0
     assert "ByteLevel BPE" in out or "cohobate " in out
     assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("align", "x", *PAIR, "-o", "folder.svg"), "--output folder.svg: that is a folder"),
+        (("align", "\udcff\udcfe", *PAIR), "the text is no UTF-8 text"),
+        (("align", "x", "-s", "corrupt", "-t", "b"), "the tokenizer in"),
+        (("subtokens", "build", *PAIR, "-o", "bytes"), "--output bytes: that is a file"),
+        (("subtokens", "build", "--source", "a", "--destination", "b", "-o", "folder.svg"), "that is a folder"),
+        (("projection", "build", *PAIR, "-o", "folder.svg"), "that is a folder"),
+        (("projection", "show", "p", *PAIR, "--text", "none.txt"), "--text none.txt: there is no such file"),
+        (("projection", "show", "p", *PAIR, "--text", "bytes"), "--text bytes is no UTF-8 text"),
+        (("projection", "show", "p", "-s", "b", "-t", "a"), "the two sides are swapped"),
+    ],
+)
+def test_a_wrong_path_or_file_is_one_line(run: Command, arguments: tuple[str, ...], message: str):
+    Path("folder.svg").mkdir()
+    Path("bytes").write_bytes(bytes(range(256)))
+    Path("corrupt").mkdir()
+    Path("corrupt/tokenizer.json").write_text('{"a":')
+    Path("corrupt/config.json").write_text('{"model_type": "llama"}')
+    if "p" in arguments:
+        Projection.build(load_tokenizer("a"), load_tokenizer("b")).save("p")
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err

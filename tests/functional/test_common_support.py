@@ -350,7 +350,7 @@ def test_shapes_that_do_not_fit_are_refused():
         ours(student[1:], teacher, made, chunks)
     with pytest.raises(ValueError, match="the teacher's scores have 13 columns, the tables 12 ids"):
         ours(student, torch.cat([teacher, teacher[:, :1]], -1), made, chunks)
-    with pytest.raises(ValueError, match="the chunks reach to student token"):
+    with pytest.raises(ValueError, match="the chunks span student tokens"):
         ours(
             student,
             teacher,
@@ -370,3 +370,39 @@ def test_no_chunks_give_an_empty_result_that_still_hangs_on_the_graph():
     value, grad, _ = ours(student, teacher, made, align_bytes([], []))
     assert value.shape == (0,)
     assert not grad.any()
+
+
+@pytest.mark.parametrize("k", [None, 3])
+def test_sides_of_two_dtypes_meet_in_the_wider(k: int | None):
+    made = csd_oracle.world(7)
+    student, teacher, chunks = case(7, made)
+
+    def scores(values: Tensor) -> Tensor | TopKScores:
+        return values if k is None else top_k_scores(values, k, following(made))
+
+    for s, t in ((student, teacher.float()), (student.float(), teacher)):
+        value, grad, _ = ours(s, scores(t), made, chunks)
+        want, want_grad, _ = ours(s.double(), scores(t.double()), made, chunks)
+        assert (value.dtype, grad.dtype) == (torch.float64, s.dtype)
+        torch.testing.assert_close(value, want, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(grad.double(), want_grad, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("k", [None, 3])
+def test_ids_may_be_of_any_integer_dtype_and_must_be_ids(k: int | None):
+    made = csd_oracle.world(7)
+    student, teacher, chunks = case(7, made)
+    scores = teacher if k is None else top_k_scores(teacher, k, following(made))
+    of_student, of_teacher = ids(made.student_ids), ids(made.teacher_ids)
+
+    def value(a: Tensor, b: Tensor) -> Tensor:
+        return common_support_divergence(student, a, scores, b, chunks, tables_of(made)).divergence
+
+    for dtype in (torch.int32, torch.uint8):
+        assert value(of_student.to(dtype), of_teacher.to(dtype)).equal(value(of_student, of_teacher))
+    wrong = of_student.clone()
+    wrong[-1] = -1
+    with pytest.raises(ValueError, match=r"the student's id -1 at position \d+ is outside 0 to"):
+        value(wrong, of_teacher)
+    with pytest.raises(ValueError, match=r"the teacher's ids must be integers"):
+        value(of_student, of_teacher.float())

@@ -240,3 +240,43 @@ def test_a_loss_of_another_shape_and_targets_of_another_number_are_refused():
     for call in (fused_linear_logprobs, lambda *args: fused_linear_token_loss(*args, cross_entropy)):
         with pytest.raises(ValueError, match=r"target_ids must be \[N\] = \[7\]"):
             call(p.hidden, p.weight, IDS[1:])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"), [(-100, r"target_ids\[2\] is -100, outside 0 to 10"), (V, "is 11, outside")]
+)
+def test_a_target_that_is_no_id_is_refused(wrong: int, message: str):
+    p, ids = problem(90), IDS.clone()
+    ids[2] = wrong
+    for call in (fused_linear_logprobs, lambda *args: fused_linear_token_loss(*args, cross_entropy)):
+        with pytest.raises(ValueError, match=message):
+            call(p.hidden, p.weight, ids)
+        with pytest.raises(ValueError, match=r"must be int64 or int32, got torch\.uint8"):
+            call(p.hidden, p.weight, IDS.to(torch.uint8))
+        call(p.hidden, p.weight, IDS.int())
+
+
+@pytest.mark.parametrize("inner", ["logprobs", "token loss"])
+def test_a_loss_may_call_fused_functions_itself(inner: str):
+    """A reward from a second model: its tiles are not those that the gradient is still to be made of."""
+    p, other = big(20), problem(91, torch.float32, rows=20, full=False)
+    ids = torch.arange(20) % V
+
+    def advantage(rows: slice) -> Tensor:
+        hidden, weight = (x.detach().requires_grad_() for x in (other.hidden[rows], other.weight))
+        if inner == "logprobs":
+            return fused_linear_logprobs(hidden * 3, weight, ids[rows])[0].detach()
+        out = fused_linear_token_loss(hidden * 3, weight, ids[rows], cross_entropy_of)
+        out.loss_sum.backward()
+        return out.logprobs
+
+    def cross_entropy_of(logprobs: Tensor, rows: slice) -> Tensor:
+        return -logprobs
+
+    known = advantage(slice(0, 20))
+    losses = [lambda x, rows: -x * advantage(rows), lambda x, rows: -x * known[rows]]
+    gradients = [
+        torch.autograd.grad(fused_linear_token_loss(p.hidden, p.weight, ids, f, chunk_size=7).loss_sum, p.weight)[0]
+        for f in losses
+    ]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)

@@ -12,12 +12,14 @@ from cohobate.functional.logprobs import (
     gather_last,
     head_logits,
     log_softmax,
+    other_ids,
     put_last,
     real_vocabulary,
     scale_and_cap,
     token_logprobs,
     upcast,
     upcast_pair,
+    wide_dtype,
 )
 
 from . import oracle
@@ -56,6 +58,17 @@ def test_half_precision_is_widened_before_the_exponential_and_float64_stays():
     logits = oracle.draw(5, 7, seed=0, dtype=torch.bfloat16)
     wide = [oracle.softmax(row) for row in logits.double().tolist()]
     torch.testing.assert_close(log_softmax(logits).exp().double(), torch.tensor(wide).double(), rtol=1e-6, atol=1e-7)
+
+
+def test_the_wide_dtype_is_float64_if_anything_is_and_else_float32():
+    half, double = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.float64)
+    assert wide_dtype(half, half.float()) == wide_dtype() == torch.float32
+    assert wide_dtype(half, double) == torch.float64
+
+
+def test_the_other_ids_are_those_that_were_not_named():
+    assert other_ids(torch.tensor([4, 0]), 5).tolist() == [1, 2, 3]
+    assert other_ids(torch.arange(2), 2).tolist() == []
 
 
 def test_two_sides_of_different_dtype_meet_in_the_wider():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cohobate.align import Chunks
+from cohobate.align import Chunks, align_bytes
 from cohobate.functional.projection import projected_kl
 from cohobate.vocab import Projection
 
@@ -210,6 +210,7 @@ def test_columns_chosen_by_the_caller_are_used_and_one_vocabulary_is_the_full_di
         ({"mode": "kl"}, "mode must be"),
         ({"temperature": 0.0}, "temperature must be"),
         ({"vocab_top_k": 0}, "vocab_top_k must be >= 1"),
+        ({"uncommon_top_k": -1}, "uncommon_top_k must be >= 0"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(change: dict[str, Any], message: str):
@@ -235,3 +236,81 @@ def test_padded_or_swapped_logits_are_refused():
             example_chunks(),
             example_projection(),
         )
+
+
+@pytest.mark.parametrize("options", [{"mode": "pkl"}, {"mode": "gold"}, {"mode": "hkl"}])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_rows_that_no_valid_chunk_reads_may_hold_anything(options: dict[str, Any], reverse: bool):
+    """Among them the last row of a text, which predicts nothing."""
+
+    def value_and_gradient(bad: float) -> tuple[Tensor, Tensor]:
+        student, teacher = logs(STUDENT_ROWS), logs(TEACHER_ROWS)
+        for side in (student, teacher):
+            side[2:] = bad if math.isnan(bad) else side[2:]
+        student.requires_grad_()
+        out = projected_kl(
+            student,
+            ids(EXAMPLE.student_ids),
+            teacher,
+            ids(EXAMPLE.teacher_ids),
+            example_chunks(),
+            example_projection(),
+            exact_only=True,
+            reverse=reverse,
+            columns=torch.arange(5) if options["mode"] == "pkl" else None,
+            **options,
+        )
+        out.divergence.sum().backward()
+        assert student.grad is not None
+        return out.divergence.detach(), student.grad
+
+    for got, want in zip(value_and_gradient(math.nan), value_and_gradient(0.0), strict=True):
+        torch.testing.assert_close(got, want, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("mode", ["pkl", "gold", "hkl"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_token_that_both_sides_forbid_adds_nothing(mode: Any, reverse: bool):
+    words = [b"a", b"b", b"c", b"d"]
+    chains = [(i,) for i in range(4)]
+    made = World(words, words, [0, 2, 1], [0, 2, 1], chains, chains)
+    student, teacher, chunks = case(0, made)
+    if mode == "pkl" and reverse:
+        teacher[:, 3] = -1e4  # an event that the student cannot avoid: its mass has a floor
+    else:
+        teacher[:, 3] = -torch.inf
+    student[:, 3] = -torch.inf
+    student.requires_grad_()
+    arguments: Any = (student, ids([0, 2, 1]), teacher, ids([0, 2, 1]), chunks, spread(made))
+    out = projected_kl(*arguments, mode=mode, reverse=reverse)
+    out.divergence.sum().backward()
+    s, t = student.detach()[:, :3].log_softmax(-1), teacher[:, :3].log_softmax(-1)
+    want = (s.exp() * (s - t) if reverse else t.exp() * (t - s)).sum(-1)[:2]
+    torch.testing.assert_close(out.divergence.detach()[1:], want, atol=2e-6, rtol=1e-6)
+    assert student.grad is not None
+    assert student.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"columns": torch.tensor([9])}, "columns must be distinct teacher ids of 0 to 8"),
+        ({"columns": torch.tensor([-1])}, "columns must be distinct"),
+        ({"columns": torch.tensor([1, 1])}, "columns must be distinct"),
+        ({"columns": torch.tensor([True])}, "columns must be .* signed integers"),
+        ({"student_ids": ids([0, 1, -1, 2, 1, 5, 2])}, "the student's id -1 at position 2 is outside 0 to 7"),
+        ({"teacher_ids": ids([4, 3, 0, 9, 5, 0, 6])}, "the teacher's id 9 at position 3 is outside 0 to 8"),
+        ({"chunks": align_bytes([b"a"] * 9, [b"a"] * 9)}, "the chunks span student tokens 0 to 9, but there are 7"),
+    ],
+)
+def test_ids_and_chunks_of_something_else_are_refused(change: dict[str, Any], message: str):
+    arguments: dict[str, Any] = {
+        "student_logits": logs(STUDENT_ROWS),
+        "student_ids": ids(EXAMPLE.student_ids),
+        "teacher_logits": logs(TEACHER_ROWS),
+        "teacher_ids": ids(EXAMPLE.teacher_ids),
+        "chunks": example_chunks(),
+        "projection": example_projection(),
+    }
+    with pytest.raises(ValueError, match=message):
+        projected_kl(**(arguments | change))

@@ -28,6 +28,20 @@ def test_top_k_keeps_true_log_probabilities_sorted_by_id():
         assert got.realized_logit[n].item() == row[int(targets[n])]
 
 
+def test_log_probabilities_are_known_at_the_scores_own_temperature_and_at_one():
+    logits = oracle.draw(2, 5, seed=8)
+    got = top_k_scores(logits, 2, torch.tensor([0, 1]), temperature=0.7)
+    torch.testing.assert_close(got.logprobs(1.0), log_softmax(logits).gather(-1, got.ids))
+    torch.testing.assert_close(got.logprobs(0.7), got.logprobs(), rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"at temperature 0\.7 and 1, not at 2\.0"):
+        got.logprobs(2.0)
+
+
+def test_targets_that_are_not_one_for_each_row_are_refused():
+    with pytest.raises(ValueError, match=r"target_ids must be \[N\] = \[2\], got \[3\]"):
+        top_k_scores(torch.zeros(2, 5), 2, torch.zeros(3).long())
+
+
 def test_a_tie_goes_to_the_lower_id():
     logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0]])
     assert top_k_scores(logits, 3, torch.tensor([0])).ids.tolist() == [[0, 1, 3]]
@@ -70,6 +84,8 @@ def test_a_cut_head_gives_the_first_columns_and_no_gradient_to_the_rest():
     assert weight.grad[4:].abs().max().item() == bias.grad[4:].abs().max().item() == 0.0
     assert weight.grad[:4].abs().min().item() > 0
     assert head.cut(6) is head
+    with pytest.raises(ValueError, match="cannot cut a head of 6 ids to 0"):
+        OutputHead(weight=weight).cut(0)
     with pytest.raises(ValueError, match="cannot cut a head of 6 ids to 7"):
         head.cut(7)
 

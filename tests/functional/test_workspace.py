@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cohobate.functional import workspace
-from cohobate.functional.workspace import fresh, gradient, release_workspace, tile
+from cohobate.functional.workspace import fresh, gradient, release_workspace, set_aside, tile
 
 CPU = torch.device("cpu")
 
@@ -87,3 +87,14 @@ def test_other_devices_keep_nothing():
     for made in (tile("a", (2, 3), torch.float32, meta), gradient((2, 3), torch.float32, meta)):
         assert made.device == meta
     assert not workspace._kept.buffers
+
+
+def test_what_is_set_aside_is_not_used_inside_and_is_there_afterwards():
+    a, b = tile("a", (3, 5), torch.float32, CPU).fill_(1.0), gradient((3, 5), torch.float32, CPU).fill_(2.0)
+    with set_aside():
+        tile("a", (3, 5), torch.float32, CPU).fill_(3.0)
+        gradient((3, 5), torch.float32, CPU).fill_(4.0)
+    assert a.eq(1.0).all()
+    assert tile("a", (3, 5), torch.float32, CPU).data_ptr() == a.data_ptr()
+    gradient((3, 5), torch.float32, CPU).fill_(5.0)
+    assert b.eq(2.0).all()

@@ -122,7 +122,7 @@ def test_every_kind_of_teacher_scores_gives_the_same_loss():
     assert near(warm(student, top, batch).terms["pg"].sum, float(warm(student, teacher, batch).terms["pg"].sum))
     with pytest.raises(ConfigError, match="cannot be moved to another temperature"):
         warm(student, sampled, batch)
-    with pytest.raises(ConfigError, match=r"temperature 2\.0 and 1, not at the objective's 3\.0"):
+    with pytest.raises(ConfigError, match=r"temperature 2\.0 and 1, not at 3\.0"):
         PolicyGradientObjective(temperature=3.0)(student, top, batch)
 
 

@@ -4,6 +4,7 @@
 A rank compares what it holds with the whole problem, which every rank can make, and reports what differs.
 """
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -182,7 +183,12 @@ def round_trips() -> dict[str, bool]:
     target = linear(torch.full_like(padded.weight, 9.0), None)
     cut.to_linear(target)
     tied = VocabParallelLMHead.from_linear(padded, group, vocab_size=heads.V, tied=True)
+    copied = copy.deepcopy(cut)
+    same = torch.equal(copied.full_weight(), p.weight) and copied.tp_group is group
+    with torch.no_grad():
+        copied.weight.zero_()
     return {
+        "deep copy": same,
         "weight": torch.equal(back.weight, whole.weight),
         "bias": torch.equal(back.bias, whole.bias),
         "cut": torch.equal(cut.full_weight(), p.weight),

@@ -308,3 +308,14 @@ def test_nothing_of_the_logits_size_is_made_but_the_gradient(
     assert kept <= 4 * 8 * rows  # eight numbers a row
     assert largest.bytes <= 2**20
     assert peak <= logits.nbytes + 3 * 2**20
+
+
+def test_an_expanded_tensor_is_not_written_over():
+    row = torch.randn(1, V)
+    gradients = []
+    for inplace in (False, True):
+        leaf = row.clone().requires_grad_()
+        value = vocab_parallel_entropy((leaf * 1.0).expand(4, V), inplace_backward=inplace)
+        (value * torch.arange(4.0)).sum().backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients, atol=0, rtol=0)

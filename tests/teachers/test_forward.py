@@ -364,7 +364,7 @@ def test_a_ddp_wrapped_model_is_called_as_wrapped_and_reaches_every_parameter():
 @pytest.mark.parametrize("name", ["gemma2", "cohere", "granite"])
 def test_the_canary_catches_a_scale_or_cap_that_nobody_told_us_of(name: str, monkeypatch: pytest.MonkeyPatch):
     model = make(name)
-    monkeypatch.setattr(forward_module, "_scale_and_softcap", lambda base: (1.0, None))
+    monkeypatch.setattr(forward_module, "scale_and_softcap", lambda base: (1.0, None))
     assert not check_head(model)
 
 
@@ -373,7 +373,7 @@ def test_the_canary_catches_a_cap_far_above_the_logits(monkeypatch: pytest.Monke
     model = make("capped at 30")
     del MODELS["capped at 30"]
     assert check_head(model)
-    monkeypatch.setattr(forward_module, "_scale_and_softcap", lambda base: (1.0, None))
+    monkeypatch.setattr(forward_module, "scale_and_softcap", lambda base: (1.0, None))
     assert not check_head(model)
 
 

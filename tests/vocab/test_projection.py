@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A projection's rows come from chains of bytes, add up to one, and belong to one pair of tokenizers."""
 
+import json
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerFast
 
 from cohobate.errors import VocabularyMismatch
@@ -103,6 +106,9 @@ def test_what_was_saved_is_loaded_and_belongs_to_its_tokenizers(tmp_path: Path):
     ("indices", "weights", "exact", "message"),
     [
         ([[0]], [[0.5]], [False], r"row 0 of the projection adds up to 0\.5, not 1"),
+        ([[0]], [[np.nan]], [False], r"row 0 of the projection adds up to nan, not 1"),
+        ([[-1, 0]], [[0.0, 1.0]], [True], "has its entries in front"),
+        ([[0, 1]], [[0.1, 0.9]], [False], "the weights of a projection's row descend"),
         ([[3]], [[1.0]], [True], "names teacher id 3, but the teacher has 2"),
         ([[-1]], [[1.0]], [False], "0 where its index is -1"),
         ([[0, 1]], [[0.5, 0.5]], [True], "an exact row of a projection has one entry"),
@@ -113,6 +119,32 @@ def test_what_was_saved_is_loaded_and_belongs_to_its_tokenizers(tmp_path: Path):
 def test_rows_that_are_no_projection_are_refused(indices: list, weights: list, exact: list, message: str):
     with pytest.raises(VocabularyMismatch, match=message):
         Projection.from_rows(indices, weights, exact, teacher_vocab_size=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"indices": np.float32}, "integer indices, floating weights and boolean exact, got float32"),
+        ({"weights": np.int64}, "got int32, int64 and bool"),
+        ({"exact": np.uint8}, "float64 and uint8"),
+        ({"header": "[1]"}, "is no projection"),
+        ({"teacher_vocab_size": None}, "is no projection"),
+        ({"teacher_vocab_size": 10**7}, "has 10000000 teacher ids, the teacher's tokenizer .* 330"),
+        ({"student_fingerprint": None}, "student_fingerprint is not that of the student's"),
+    ],
+)
+def test_a_damaged_file_is_refused_before_it_is_used(tmp_path: Path, change: dict, message: str):
+    built().save(tmp_path / "p")
+    with safe_open(tmp_path / "p", framework="numpy") as file:
+        text = file.metadata()["projection"]
+        arrays = {name: file.get_tensor(name) for name in ("indices", "weights", "exact")}
+    ((name, to),) = change.items()
+    if name in arrays:
+        arrays[name] = arrays[name].astype(to)
+    text = to if name == "header" else json.dumps(json.loads(text) | ({} if name in arrays else {name: to}))
+    save_file(arrays, tmp_path / "p", metadata={"projection": text})
+    with pytest.raises(VocabularyMismatch, match=message):
+        Projection.load(tmp_path / "p").validate(chat_tokenizer(), other())
 
 
 def test_a_row_has_at_least_one_entry():

@@ -172,6 +172,45 @@ def test_a_file_that_is_something_else_is_refused(tmp_path: Path):
         SubtokenTables.load(tmp_path / "cut")
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ids": lambda x: x.astype(np.float32)}, "needs int32 ids and offsets, one row each"),
+        ({"offsets": lambda x: x.astype(np.float64)}, "needs int32"),
+        ({"ids": lambda x: x[:, None].copy()}, "one row each"),
+        ({"offsets": lambda x: x[None].copy()}, "one row each"),
+        ({"offsets": lambda x: np.append(x[:5], [0, *x[6:]]).astype(np.uint32)}, "needs int32"),
+        ({"header": lambda _: [1]}, "a header with fields"),
+        ({"header": lambda x: x | {"roles": None}}, "does not say which specials play which role"),
+        ({"header": lambda x: x | {"roles": [["eos", 1]]}}, "does not say which specials play which role"),
+    ],
+)
+def test_a_damaged_file_is_refused_before_it_is_used(tmp_path: Path, change: dict, message: str):
+    tables().save(tmp_path / "t")
+    with safe_open(tmp_path / "t", framework="numpy") as file:
+        headers = file.metadata()
+    arrays = load_file(tmp_path / "t")
+    ((part, to),) = change.items()
+    if part == "header":
+        headers["student_to_teacher"] = json.dumps(to(json.loads(headers["student_to_teacher"])))
+    else:
+        arrays[f"student_to_teacher.{part}"] = to(arrays[f"student_to_teacher.{part}"])
+    save_file(arrays, tmp_path / "t", metadata=headers)
+    with pytest.raises(VocabularyMismatch, match=message):
+        SubtokenTables.load(tmp_path / "t").validate(chat_tokenizer(), other())
+
+
+def test_chains_may_be_arrays():
+    forward, reverse = [np.array([0]), np.array([0, 0])], [np.array([0])]
+    made = SubtokenTables.from_chains(forward, reverse)  # pyright: ignore[reportArgumentType]
+    assert list(made.student_to_teacher) == [(0,), (0, 0)]
+
+
+def test_a_role_is_not_for_ordinary_tokens():
+    with pytest.raises(VocabularyMismatch, match="names 'x', an ordinary token of"):
+        SubtokenTables.build(chat_tokenizer(), other(), {"x": "y"})
+
+
 def test_tables_of_another_tokenizer_are_refused_with_the_side_and_the_field():
     changed = PreTrainedTokenizerFast(tokenizer_object=bpe(size=331), eos_token="<|im_end|>", bos_token="<|im_start|>")
     with pytest.raises(

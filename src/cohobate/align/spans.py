@@ -29,6 +29,7 @@ from cohobate.errors import AlignmentError
 Pieces = Sequence[bytes | None]
 Roles = Mapping[int, str | Collection[str]]
 Ints = NDArray[np.int32]
+_Special = tuple[frozenset[str], int]  # the roles of a special, and its place in the text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +67,9 @@ def align_bytes(
     Args:
         student_pieces, teacher_pieces: the bytes of token 0, 1, ... of each side.
         student_roles, teacher_roles: position of a special -> its role, or several roles it may play. Specials that
-            share one are paired: the longest common sequence, of several such the one that pairs earliest. A special
-            without a counterpart stands in no chunk, and neither do the tokens around it if it cuts a chunk in two.
+            share one are paired: the longest common sequence, of several such the one with most pairs after equally
+            many bytes (spaces aside), of those the one that pairs earliest. A special without a counterpart stands in
+            no chunk, and neither do the tokens around it if it cuts a chunk in two.
 
     Raises:
         AlignmentError: (a ValueError) the bytes between two paired specials differ; the message says where. If, after
@@ -162,7 +164,7 @@ def align_sides(
     begin_t, stop_t = teacher_range or (0, len(teacher.lengths))
     ours = [i for i in student.roles if begin_s <= i < stop_s]
     theirs = [i for i in teacher.roles if begin_t <= i < stop_t]
-    pairs = _pair_specials([student.roles[i] for i in ours], [teacher.roles[j] for j in theirs])
+    pairs = _pair_specials(_specials(student, ours, begin_s), _specials(teacher, theirs, begin_t))
     fences = [(begin_s - 1, begin_t - 1), *((ours[i], theirs[j]) for i, j in pairs), (stop_s, stop_t)]
     parts: list[Chunks] = []
     for number, ((s0, t0), (s1, t1)) in enumerate(pairwise(fences)):
@@ -174,21 +176,43 @@ def align_sides(
     return _joined(parts)
 
 
-def _pair_specials(ours: Sequence[frozenset[str]], theirs: Sequence[frozenset[str]]) -> list[tuple[int, int]]:
-    """The longest common sequence of specials that share a role; of several, the one that pairs earliest."""
-    match = [[bool(a & b) for b in theirs] for a in ours]
-    longest = np.zeros((len(ours) + 1, len(theirs) + 1), dtype=np.int32)  # of what is left from (i, j) on
-    for i in reversed(range(len(ours))):
-        for j in reversed(range(len(theirs))):
-            skip = max(longest[i + 1, j], longest[i, j + 1])
-            longest[i, j] = max(skip, longest[i + 1, j + 1] + 1) if match[i][j] else skip
-    pairs: list[tuple[int, int]] = []
-    i = j = 0
-    while longest[i, j]:
-        if match[i][j] and longest[i, j] == longest[i + 1, j + 1] + 1:
+def _specials(side: Side, positions: Sequence[int], begin: int) -> list[_Special]:
+    """Roles of the specials at `positions`, and how many bytes that are no spaces stand between `begin` and each."""
+    if not positions:
+        return []
+    solid = np.append(0, np.cumsum(np.frombuffer(side.text, np.uint8) != ord(" ")))  # a tokenizer may add a space
+    places = solid[side.ends[list(positions)]] - solid[side.ends[begin]]
+    return [(side.roles[i], place) for i, place in zip(positions, places.tolist(), strict=True)]
+
+
+def _pair_specials(ours: Sequence[_Special], theirs: Sequence[_Special]) -> list[tuple[int, int]]:
+    """The longest common sequence of specials that share a role.
+
+    Of several the one with most pairs in one place, since only between those the bytes can be equal: a `bos` that is
+    the `eos` too, and that one side lacks, is else taken for the other end of the text. Of those the earliest.
+    """
+    num_s, num_t = len(ours), len(theirs)
+    pair = 1 + min(num_s, num_t)  # is worth more than all places
+
+    def worth(i: int, j: int) -> int:
+        (roles_s, place_s), (roles_t, place_t) = ours[i], theirs[j]
+        return pair + (place_s == place_t) if roles_s & roles_t else 0
+
+    same = 0  # how many pair one to one from the front on: nothing is worth more, and all the rest costs their product
+    while same < min(num_s, num_t) and worth(same, same) > pair:
+        same += 1
+    best = [[0] * (num_t + 1) for _ in range(num_s + 1 - same)]  # worth of what is left from (same + i, j) on
+    for i in reversed(range(same, num_s)):
+        row, below = best[i - same], best[i - same + 1]
+        for j in reversed(range(same, num_t)):
+            row[j] = max(below[j], row[j + 1], below[j + 1] + w if (w := worth(i, j)) else 0)
+    pairs = [(i, i) for i in range(same)]
+    i = j = same
+    while i < num_s and j < num_t and best[i - same][j]:
+        if (w := worth(i, j)) and best[i - same][j] == best[i - same + 1][j + 1] + w:
             pairs.append((i, j))
             i, j = i + 1, j + 1
-        elif longest[i, j] == longest[i + 1, j]:
+        elif best[i - same][j] == best[i - same + 1][j]:
             i += 1
         else:
             j += 1

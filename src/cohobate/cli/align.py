@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`cohobate align`: two tokenizers over the same bytes."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -41,9 +42,9 @@ def align(
 
     if output is not None and output.suffix not in (".svg", ".html"):
         raise ConfigError(f"--output {output}: a drawing is an .svg or .html file.")
-    if output is not None and not output.parent.is_dir():
-        raise ConfigError(f"--output {output}: there is no folder {output.parent}. Make it first, or name another.")
-    text = sys.stdin.read() if text == "-" else text
+    if output is not None:
+        check_output(output)
+    text = checked_text(sys.stdin.buffer.read() if text == "-" else os.fsencode(text), "the text")
     tokenizers = load_tokenizer(student), load_tokenizer(teacher)
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for tokenizer in tokenizers]
     chunks = align_tokens(tokenizers[0], ids[0], tokenizers[1], ids[1])
@@ -64,6 +65,22 @@ def align(
             picture = f'<!doctype html>\n<meta charset="utf-8">\n<title>Two segmentations</title>\n{picture}'
         output.write_text(picture, encoding="utf-8")
         print(f"written: {output}")
+
+
+def check_output(path: Path) -> None:
+    """Raise ConfigError unless a file can be written at `path`, before there is anything to write."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"--output {path}: there is no folder {path.parent}. Make it first, or name another.")
+    if path.is_dir():
+        raise ConfigError(f"--output {path}: that is a folder. Name a file in it.")
+
+
+def checked_text(content: bytes, name: str) -> str:
+    """`content` as text; ConfigError if it is none."""
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name} is no UTF-8 text ({error}). Convert it first.") from error
 
 
 def summary(chunks: list[tuple[int, int, int, int]], num_student: int, num_teacher: int) -> str:

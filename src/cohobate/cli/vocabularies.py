@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cohobate.cli.align import check_output, checked_text, summary
 from cohobate.errors import ConfigError
 
 SUPPORTED = (
@@ -56,7 +57,7 @@ def build_subtokens(
     if bool(both) == bool(one):
         raise ConfigError("give --student and --teacher for a pair of tables, or --source and --destination for one.")
     if one:
-        _check_folder(output.parent)
+        check_output(output)
         first, second = _tokenizers(*one)
         vocabularies = Vocabulary.of(first), Vocabulary.of(second)
         with _Progress() as progress:
@@ -64,6 +65,8 @@ def build_subtokens(
         write_tables(output, {SINGLE: table})
         print(_lengths("source tokens", table))
     else:
+        if output.exists() and not output.is_dir():
+            raise ConfigError(f"--output {output}: that is a file. The tables of a pair go into a folder.")
         first, second = _tokenizers(*both)
         with _Progress() as progress:
             tables = SubtokenTables.build(first, second, _roles(role), progress=progress)
@@ -103,6 +106,7 @@ def show_subtokens(
 
     tables = SubtokenTables.load(path, reverse)
     tokenizers = _tokenizers(student, teacher)
+    tables.validate(*tokenizers)
     common = len(tables.common[0])
     print(
         f"tokens on both sides: {common} = {common / len(tables.student_to_teacher):.1%} of the student's, "
@@ -137,7 +141,7 @@ def build_projection(
     """
     from cohobate.vocab import Projection
 
-    _check_folder(output.parent)
+    check_output(output)
     with _Progress() as progress:
         made = Projection.build(
             *_tokenizers(student, teacher),
@@ -176,6 +180,7 @@ def show_projection(
 
     made = Projection.load(path)
     tokenizers = _tokenizers(student, teacher)
+    made.validate(*tokenizers)
     print(_rows(made))
     pieces, wanted = token_bytes(tokenizers[0]), token_bytes(tokenizers[1])
     shown = 0
@@ -226,11 +231,6 @@ def _roles(given: list[str] | None) -> dict[str, str]:
     return pairs
 
 
-def _check_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        raise ConfigError(f"--output: there is no folder {folder}. Make it first, or name another.")
-
-
 def _lengths(what: str, table: Any) -> str:
     counts = Counter(table.lengths().tolist())
     shares = [f"{n} {counts[n]}" for n in sorted(counts) if 0 < n < 4]
@@ -246,9 +246,10 @@ def _rows(made: Any) -> str:
 
 def _chunk_kinds(tokenizers: tuple[Any, Any], text: Path | None) -> str:
     from cohobate.align import align_tokens
-    from cohobate.cli.align import summary
 
-    sample = SAMPLE if text is None else text.read_text(encoding="utf-8")
+    if text is not None and not text.is_file():
+        raise ConfigError(f"--text {text}: there is no such file.")
+    sample = SAMPLE if text is None else checked_text(text.read_bytes(), f"--text {text}")
     ids = [tokenizer(sample, add_special_tokens=False)["input_ids"] for tokenizer in tokenizers]
     chunks = list(align_tokens(tokenizers[0], ids[0], tokenizers[1], ids[1]))
     return f"{'a few lines of several scripts' if text is None else text}: {summary(chunks, len(ids[0]), len(ids[1]))}"

@@ -22,6 +22,7 @@ from cohobate.functional.kernels import kernels_for
 from cohobate.functional.logprobs import gather_last, put_last
 from cohobate.functional.moments import side_moments
 from cohobate.functional.student_head import HeadOptions, HeadPlan, Precision, StudentHead
+from cohobate.functional.workspace import set_aside
 
 TokenLoss = Callable[[Tensor, slice], Tensor]
 """From log-probabilities `[n]` of the rows of a slice to their losses `[n]`, each of its own log-probability alone."""
@@ -55,7 +56,7 @@ def fused_linear_logprobs(
         logits=logits,
     )
     plan = options.plan(hidden, weight, bias)
-    _check_targets(target_ids, hidden)
+    _check_targets(target_ids, hidden, weight)
     out: Any = _FusedLogprobs.apply(hidden, weight, bias, target_ids, plan)
     return out
 
@@ -103,7 +104,7 @@ def fused_linear_token_loss(
         logits=logits,
     )
     plan = options.plan(hidden, weight, bias)
-    _check_targets(target_ids, hidden)
+    _check_targets(target_ids, hidden, weight)
     out: Any = _FusedTokenLoss.apply(hidden, weight, bias, target_ids, token_loss, plan)
     return FusedTokenLoss(**dict(zip((field.name for field in fields(FusedTokenLoss)), out, strict=True)))
 
@@ -218,7 +219,8 @@ def _loss_and_slopes(
     """Losses `[n]` and their derivatives `[n]` by the log-probabilities, 0 unless asked for."""
     with torch.set_grad_enabled(with_grad):
         leaf = logprobs.detach().requires_grad_(with_grad)
-        loss = token_loss(leaf, rows)
+        with set_aside():  # the tile is needed again, and `token_loss` may call anything
+            loss = token_loss(leaf, rows)
         if loss.shape != leaf.shape:
             raise ValueError(
                 f"token_loss must give one loss for each of {leaf.shape[0]} rows, got {list(loss.shape)}."
@@ -229,6 +231,16 @@ def _loss_and_slopes(
     return loss.detach(), slopes
 
 
-def _check_targets(target_ids: Tensor, hidden: Tensor) -> None:
+def _check_targets(target_ids: Tensor, hidden: Tensor, weight: Tensor) -> None:
     if target_ids.shape != hidden.shape[:1]:
         raise ValueError(f"target_ids must be [N] = [{hidden.shape[0]}], got {list(target_ids.shape)}.")
+    if target_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"target_ids must be int64 or int32, got {target_ids.dtype}.")
+    if target_ids.device.type != "cpu":
+        return  # reading the numbers would make the device wait
+    wrong = ((target_ids < 0) | (target_ids >= weight.shape[0])).nonzero().squeeze(-1).tolist()
+    if wrong:
+        raise ValueError(
+            f"target_ids[{wrong[0]}] is {int(target_ids[wrong[0]])}, outside 0 to {weight.shape[0] - 1}. Select the "
+            "rows that have a target first: there is no ignored label here."
+        )

@@ -19,7 +19,7 @@ from cohobate.functional.chunked_head import scaled_for_backward
 from cohobate.functional.divergences import check_beta, divergence
 from cohobate.functional.fused_linear import FusedDivergence
 from cohobate.functional.kernels import kernels_for
-from cohobate.functional.logprobs import entropy, put_last
+from cohobate.functional.logprobs import entropy, gather_last, put_last
 from cohobate.functional.moments import side_moments
 from cohobate.functional.reduce import weigh
 from cohobate.functional.student_head import HeadOptions, HeadPlan, Precision, StudentHead
@@ -93,9 +93,9 @@ class _TopKPlan:
 
     beta: float
     tail: Tail
-    ids: Tensor
-    teacher: Tensor
-    weights: Tensor
+    ids: Tensor  # [N, K]
+    teacher: Tensor  # [N, K] log-probabilities, wide
+    weights: Tensor  # [N] wide
     head: HeadPlan
 
 
@@ -141,7 +141,7 @@ def _topk_tile(z: Tensor, rows: slice, student: StudentHead, plan: _TopKPlan) ->
     The gradients are added to the student's.
     """
     kernels, ids, teacher = kernels_for(z), plan.ids[rows], plan.teacher[rows]
-    best = ids.gather(-1, teacher.argmax(-1, keepdim=True)).squeeze(-1)
+    best = gather_last(ids, teacher.argmax(-1))
     agreement = (kernels.argmax(z) == best).to(teacher.dtype)
     own = z.gather(-1, ids)  # [n, K]
     # The rest is summed over itself, not as 1 - kept: a sure student has a tail.

@@ -19,7 +19,7 @@ from cohobate.functional.chunked_head import row_chunks, scaled_for_backward
 from cohobate.functional.divergences import check_beta, divergence_terms
 from cohobate.functional.kernels import kernels_for
 from cohobate.functional.largest import largest_entries
-from cohobate.functional.logprobs import check_temperature, log_softmax, put_last, upcast_pair
+from cohobate.functional.logprobs import check_temperature, log_softmax, put_last, upcast_pair, wide_dtype
 from cohobate.functional.reduce import as_mask, divide_by_count, select_valid
 from cohobate.functional.workspace import fresh
 
@@ -111,8 +111,7 @@ class _MeanDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, mask: Tensor, plan: _Plan) -> Any:
-        wide = torch.float64 if torch.float64 in (student.dtype, teacher.dtype) else torch.float32
-        share = torch.full((), 1 / max(plan.count, 1), dtype=wide, device=student.device)
+        share = torch.full((), 1 / max(plan.count, 1), dtype=wide_dtype(student, teacher), device=student.device)
         gradient = fresh(tuple(student.shape), student.dtype, student.device) if plan.is_early else None
         total = _read(student, teacher, mask, plan, share, gradient)
         ctx.save_for_backward(*((student, teacher, mask) if gradient is None else (gradient,)))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cohobate.functional.logprobs import upcast
+from cohobate.functional.logprobs import wide_dtype
 from cohobate.functional.ordered import packed_keys, unpacked_keys
 
 _BLOCK_BYTES = 2**20  # float32 rows at a time: they and what is made of them stay in a core's cache
@@ -28,7 +28,7 @@ def largest_entries(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     logits = logits.detach()
     num_rows, width = logits.shape
     assert k <= width
-    values = upcast(logits.new_empty(0)).new_empty(num_rows, k)
+    values = torch.empty(num_rows, k, dtype=wide_dtype(logits), device=logits.device)
     ids = torch.empty(num_rows, k, dtype=torch.int64, device=logits.device)
     bounded = logits.device.type == "cpu" and logits.dtype != torch.float64 and 0 < 8 * k <= width
     row_bytes = width * (4 if bounded else 8)

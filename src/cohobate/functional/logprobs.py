@@ -19,9 +19,14 @@ def upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def wide_dtype(*tensors: Tensor) -> torch.dtype:
+    """float64 if any of `tensors` is, else float32: the dtype in which everything but matrix products is computed."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
 def upcast_pair(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     """Both sides in float32, or in float64 if either is: equal numbers stay equal whatever dtype each came in."""
-    wide = torch.float64 if torch.float64 in (student.dtype, teacher.dtype) else torch.float32
+    wide = wide_dtype(student, teacher)
     return student.to(wide), teacher.to(wide)
 
 
@@ -98,8 +103,17 @@ def gather_last(values: Tensor, ids: Tensor) -> Tensor:
     return values.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
 
 
+def other_ids(ids: Tensor, vocab_size: int) -> Tensor:
+    """The ids `[V - n]` of a vocabulary that are not among the distinct `ids [n]`, ascending."""
+    left = torch.ones(vocab_size, dtype=torch.bool, device=ids.device)
+    left[ids] = False
+    return left.nonzero().squeeze(-1)
+
+
 def put_last(target: Tensor, ids: Tensor, values: Tensor | float) -> Tensor:
-    """Write `values [n, K]` into `target [n, V]` at distinct `ids [n, K]`, and return it; its dtype stays.
+    """Write `values [n, K]` into `target [n, V]` at `ids [n, K]`, and return it; its dtype stays.
+
+    An id may stand twice in a row only with equal values.
 
     `target.scatter_` does the same, but by way of a float32 copy of the whole `target` if that is bfloat16 on a CPU.
     """

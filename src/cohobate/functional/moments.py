@@ -18,14 +18,18 @@ from torch import Tensor
 
 @runtime_checkable
 class Shards(Protocol):
-    """How numbers per row are combined over the shards of a vocabulary; both return a tensor equal on all of them."""
+    """How numbers per row are combined over the shards of a vocabulary; what comes back is equal on all of them."""
 
-    def max(self, values: Tensor, /) -> Tensor: ...
+    def max(self, values: Tensor, /) -> Tensor:
+        """The largest over the shards of each number; of `values`' shape and dtype."""
+        ...
 
-    def sum(self, values: Tensor, /) -> Tensor: ...
+    def sum(self, values: Tensor, /) -> Tensor:
+        """The sum over the shards of each number; of `values`' shape and dtype."""
+        ...
 
     def largest(self, values: Tensor, ids: Tensor, /) -> tuple[Tensor, Tensor]:
-        """The largest of `values` and its global id, of several the lowest; `ids` are the shard's own columns."""
+        """The largest of `values [n]` and its global id `[n]`, of several the lowest; `ids [n]` are own columns."""
         ...
 
 

@@ -14,14 +14,18 @@ so no one-hot matrix of chunks by rows is ever multiplied. Three losses:
 S student tokens, N teacher tokens, Vs and Vt vocabularies, C chunks, I columns.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cohobate.functional.logprobs import check_temperature, log_softmax
+from cohobate.functional.divergences import divergence
+from cohobate.functional.largest import largest_entries
+from cohobate.functional.logprobs import check_temperature, log_softmax, other_ids
+from cohobate.functional.runs import joined_runs
+from cohobate.functional.support_events import check_chunks, check_ids
 
 Mode = Literal["pkl", "gold", "hkl"]
 _EPS = 1e-10  # under the number of rows and under the student's projected mass, as published
@@ -74,16 +78,22 @@ def projected_kl(
     check_temperature(temperature)
     if mode not in ("pkl", "gold", "hkl"):
         raise ValueError(f"mode must be 'pkl', 'gold' or 'hkl', got {mode!r}.")
+    if uncommon_top_k < 0:
+        raise ValueError(f"uncommon_top_k must be >= 0, got {uncommon_top_k}.")
     _check_shapes(student_logits, student_ids, teacher_logits, teacher_ids, projection)
+    check_chunks(chunks, len(student_ids), len(teacher_ids))
     teacher_logits = teacher_logits.detach()
     ours = _ChunkMean.of(chunks.student_start, chunks.student_end, student_logits)
     theirs = _ChunkMean.of(chunks.teacher_start, chunks.teacher_end, teacher_logits)
     valid = (ours.count > 0) & (theirs.count > 0)
     if exact_only:
         valid = valid & _exact(chunks, student_ids, teacher_ids, projection).to(valid.device)
+    ours, theirs = ours.only(valid), theirs.only(valid)
     if mode == "pkl":
         if columns is None:
-            columns = _important(teacher_logits, theirs, valid, vocab_top_k)
+            columns = _important(teacher_logits, theirs, vocab_top_k)
+        else:
+            _check_columns(columns, teacher_logits.shape[1])
         value = _projected(
             student_logits, teacher_logits, ours, theirs, projection, columns, temperature, reverse, drop_unreachable
         )
@@ -91,7 +101,7 @@ def projected_kl(
         pairs = projection.strict_pairs if mode == "gold" else projection.relaxed_pairs
         common = tuple(torch.from_numpy(ids).to(student_logits.device) for ids in pairs)
         s, t = (
-            mean(log_softmax(logits, temperature=temperature))
+            mean(log_softmax(logits[mean.rows], temperature=temperature))
             for mean, logits in ((ours, student_logits), (theirs, teacher_logits))
         )
         value = _by_pairs(s, t, common[0], common[1], uncommon_top_k, reverse)
@@ -110,26 +120,30 @@ class _ChunkMean:
     def of(cls, start: np.ndarray, end: np.ndarray, like: Tensor) -> "_ChunkMean":
         first = np.maximum(start.astype(np.int64) - 1, 0)
         lengths = np.maximum(end - 1 - first, 0)  # rows start - 1 .. end - 2, without the one before position 0
-        chunk = np.repeat(np.arange(len(lengths)), lengths)
-        within = np.arange(len(chunk)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        rows, chunk, count = (torch.from_numpy(x).to(like.device) for x in (first[chunk] + within, chunk, lengths))
+        found = (*joined_runs(first, lengths), lengths)
+        rows, chunk, count = (torch.from_numpy(x).to(like.device) for x in found)
         return cls(rows=rows, chunk=chunk, count=count)
 
+    def only(self, valid: Tensor) -> "_ChunkMean":
+        """The rows of the chunks that are `valid [C]`. No other row is read, so nothing in it reaches a gradient."""
+        used = valid[self.chunk]
+        return replace(self, rows=self.rows[used], chunk=self.chunk[used])
+
     def __call__(self, values: Tensor) -> Tensor:
-        """Mean of `values [positions, X]` over each chunk's rows: `[C, X]`; 0 for a chunk without."""
-        total = values.new_zeros(self.count.shape[0], values.shape[1]).index_add(0, self.chunk, values[self.rows])
+        """Mean of `values [R, X]`, those of the rows, over each chunk: `[C, X]`; 0 for a chunk without."""
+        total = values.new_zeros(self.count.shape[0], values.shape[1]).index_add(0, self.chunk, values)
         return total / (self.count.to(total.dtype)[:, None] + _EPS)
 
 
-def _important(teacher_logits: Tensor, theirs: _ChunkMean, valid: Tensor, k: int) -> Tensor:
+def _important(teacher_logits: Tensor, theirs: _ChunkMean, k: int) -> Tensor:
     """The `k` ids whose largest logit over all rows that take part is largest, ascending: `[I]`."""
     if k < 1:
         raise ValueError(f"vocab_top_k must be >= 1, got {k}.")
-    rows = theirs.rows[valid[theirs.chunk]]
-    if rows.shape[0] == 0:
-        return rows[:0]
-    importance = teacher_logits[rows].amax(0)
-    return importance.sort(descending=True, stable=True).indices[:k].sort().values
+    if theirs.rows.shape[0] == 0:
+        return theirs.rows
+    importance = teacher_logits[theirs.rows].amax(0)  # [Vt]
+    _, ids = largest_entries(importance[None], min(k, importance.shape[0]))
+    return ids[0].sort().values
 
 
 def _projected(
@@ -144,12 +158,12 @@ def _projected(
     drop_unreachable: bool,
 ) -> Tensor:
     student, column, weight, columns = _entries(projection, columns.to(student_logits.device), drop_unreachable)
-    probs = ours(log_softmax(student_logits, temperature=temperature).exp())  # [C, Vs]
+    probs = ours(log_softmax(student_logits[ours.rows], temperature=temperature).exp())  # [C, Vs]
     mass = probs[:, student] * weight.to(probs.dtype)  # [C, entries]
     r = probs.new_zeros(probs.shape[0], columns.shape[0]).index_add(1, column, mass)  # [C, I]
     r = torch.log(r / (r.sum(-1, keepdim=True) + _EPS) + _EPS)
-    q = theirs(log_softmax(teacher_logits[:, columns], temperature=temperature))  # [C, I]
-    return (r.exp() * (r - q) if reverse else q.exp() * (q - r)).sum(-1)
+    q = theirs(log_softmax(teacher_logits[theirs.rows][:, columns], temperature=temperature))  # [C, I]
+    return divergence(r, q, beta=1.0 if reverse else 0.0)
 
 
 def _entries(projection: Any, columns: Tensor, drop_unreachable: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -170,17 +184,10 @@ def _entries(projection: Any, columns: Tensor, drop_unreachable: bool) -> tuple[
 
 def _by_pairs(s: Tensor, t: Tensor, student: Tensor, teacher: Tensor, uncommon_top_k: int, reverse: bool) -> Tensor:
     """KL over the paired ids, not normalised there, plus the distance of the sorted rest: `[C]`."""
-    ours, theirs = s[:, student], t[:, teacher]  # [C, n]
-    kl = (ours.exp() * (ours - theirs) if reverse else theirs.exp() * (theirs - ours)).sum(-1)
-    rest_s, rest_t = _rest(s, student), _rest(t, teacher)
+    kl = divergence(s[:, student], t[:, teacher], beta=1.0 if reverse else 0.0)  # [C]
+    rest_s, rest_t = (x[:, other_ids(ids, x.shape[1])].exp() for x, ids in ((s, student), (t, teacher)))
     k = min(rest_s.shape[1], rest_t.shape[1], uncommon_top_k)
     return kl + (rest_s.topk(k).values - rest_t.topk(k).values).abs().sum(-1)
-
-
-def _rest(logprobs: Tensor, ids: Tensor) -> Tensor:
-    left = torch.ones(logprobs.shape[1], dtype=torch.bool, device=logprobs.device)
-    left[ids] = False
-    return logprobs[:, left].exp()
 
 
 def _exact(chunks: Any, student_ids: Tensor, teacher_ids: Tensor, projection: Any) -> Tensor:
@@ -188,6 +195,14 @@ def _exact(chunks: Any, student_ids: Tensor, teacher_ids: Tensor, projection: An
     single = (chunks.student_end - chunks.student_start == 1) & (chunks.teacher_end - chunks.teacher_start == 1)
     ours, theirs = student_ids.cpu().numpy()[chunks.student_start], teacher_ids.cpu().numpy()[chunks.teacher_start]
     return torch.from_numpy(single & projection.exact[ours] & (projection.indices[ours, 0] == theirs))
+
+
+def _check_columns(columns: Tensor, vocab_size: int) -> None:
+    if columns.dim() != 1 or columns.is_floating_point() or columns.dtype in (torch.bool, torch.uint8):
+        raise ValueError(f"columns must be [I] signed integers, got {list(columns.shape)} of {columns.dtype}.")
+    ids = np.sort(columns.cpu().numpy())
+    if len(ids) and (ids[0] < 0 or ids[-1] >= vocab_size or (np.diff(ids) == 0).any()):
+        raise ValueError(f"columns must be distinct teacher ids of 0 to {vocab_size - 1}, got {columns.tolist()[:8]}.")
 
 
 def _check_shapes(
@@ -206,3 +221,4 @@ def _check_shapes(
                 f"the {side}'s logits have {logits.shape[1]} columns, the projection {width} ids. Cut padded heads to "
                 "the real ids, and check that the projection is that of this pair, not swapped."
             )
+        check_ids(side, ids, width)

@@ -30,8 +30,11 @@ class OutputHead:
 
     def cut(self, vocab_size: int) -> "OutputHead":
         """The head over the first `vocab_size` (real) ids; padded rows get neither mass nor gradient."""
-        if vocab_size > self.vocab_size:
-            raise ValueError(f"cannot cut a head of {self.vocab_size} ids to {vocab_size}.")
+        if not 1 <= vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"cannot cut a head of {self.vocab_size} ids to {vocab_size}: vocab_size must be in "
+                f"[1, {self.vocab_size}], the ids of the shared tokenizer."
+            )
         if vocab_size == self.vocab_size:
             return self
         bias = None if self.bias is None else self.bias[:vocab_size]
@@ -81,9 +84,25 @@ class TopKScores:
     temperature: float
     vocab_size: int
 
-    def logprobs(self) -> Tensor:
-        """`[N, K]` true log-probabilities at `temperature`."""
-        return self.logits / self.temperature - self.log_normalizer[:, None]
+    def logprobs(self, temperature: float | None = None) -> Tensor:
+        """`[N, K]` true log-probabilities in nats at `temperature`, by default the scores' own; see `normalizer`."""
+        temperature = self.temperature if temperature is None else temperature
+        return self.logits / temperature - self.normalizer(temperature)[:, None]
+
+    def normalizer(self, temperature: float) -> Tensor:
+        """`[N]` logsumexp over the whole vocabulary, known at the scores' own temperature and at 1.
+
+        Raises:
+            ValueError: another temperature, at which the ids that were not kept are unknown.
+        """
+        if temperature == self.temperature:
+            return self.log_normalizer
+        if temperature == 1.0:
+            return self.log_normalizer_t1
+        raise ValueError(
+            f"the teacher's top-k scores know their normaliser at temperature {self.temperature} and 1, not at "
+            f"{temperature}. Set temperature to one of them, or score again."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +124,8 @@ def top_k_scores(logits: Tensor, k: int, target_ids: Tensor, *, temperature: flo
     vocab_size = logits.shape[-1]
     if not 1 <= k <= vocab_size:
         raise ValueError(f"k must be in [1, {vocab_size}], got {k}.")
+    if target_ids.shape != logits.shape[:-1]:
+        raise ValueError(f"target_ids must be [N] = {list(logits.shape[:-1])}, got {list(target_ids.shape)}.")
     check_temperature(temperature)
     logits = logits.detach()
     ids = largest_entries(logits, k)[1].sort(dim=-1).values

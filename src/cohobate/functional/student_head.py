@@ -19,9 +19,8 @@ from cohobate.functional.chunked_head import (
     needed_gradients,
     row_chunks,
     rows_per_chunk,
-    wide_dtype,
 )
-from cohobate.functional.logprobs import check_temperature, product_dtype
+from cohobate.functional.logprobs import check_temperature, product_dtype, wide_dtype
 from cohobate.functional.workspace import tile
 
 Precision = Literal["accurate", "fast"]
@@ -60,8 +59,8 @@ class HeadPlan:
     """Decided once for a call."""
 
     head: ChunkHead
-    products: torch.dtype
-    wide: torch.dtype
+    products: torch.dtype  # of the matrix products
+    wide: torch.dtype  # of everything per row, and of dW and db while they add up
     tiles: torch.dtype  # of logits
     needs: tuple[bool, bool, bool]  # dX, dW, db
     rows: int  # of a chunk

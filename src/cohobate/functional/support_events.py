@@ -19,9 +19,11 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
+
+from cohobate.functional.runs import Ints, joined_runs
 
 ForcedMode = Literal["union", "evict"]
-Ints = NDArray[np.int64]
 ONE_TO_ONE, ONE_TO_MANY, MANY_TO_ONE, MANY_TO_MANY = 0, 1, 2, 3
 
 
@@ -68,13 +70,7 @@ def chunk_rows(chunks: Any, num_student: int, num_teacher: int) -> ChunkRows:
     Raises:
         ValueError: chunks that reach beyond the tokens.
     """
-    s0, s1 = (np.asarray(x, dtype=np.int64) for x in (chunks.student_start, chunks.student_end))
-    t0, t1 = (np.asarray(x, dtype=np.int64) for x in (chunks.teacher_start, chunks.teacher_end))
-    if len(s1) and (s1.max() > num_student or t1.max() > num_teacher or min(s0.min(), t0.min()) < 0):
-        raise ValueError(
-            f"the chunks reach to student token {s1.max()} and teacher token {t1.max()}, but there are {num_student} "
-            f"and {num_teacher}."
-        )
+    s0, s1, t0, t1 = check_chunks(chunks, num_student, num_teacher)
     m, n = s1 - s0, t1 - t0
     scorable = (m > 0) & (n > 0) & (s0 >= 1) & (t0 >= 1)
     return ChunkRows(
@@ -85,6 +81,32 @@ def chunk_rows(chunks: Any, num_student: int, num_teacher: int) -> ChunkRows:
         student_prefix=_prefix_rows(s0, s1, scorable),
         teacher_prefix=_prefix_rows(t0, t1, scorable),
     )
+
+
+def check_chunks(chunks: Any, num_student: int, num_teacher: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """The four columns of `chunks`, `[C]` each, once they are known to lie inside the tokens of both sides."""
+    names = ("student_start", "student_end", "teacher_start", "teacher_end")
+    s0, s1, t0, t1 = (np.asarray(getattr(chunks, name), dtype=np.int64) for name in names)
+    for side, start, end, tokens in (("student", s0, s1, num_student), ("teacher", t0, t1, num_teacher)):
+        if len(end) and (end.max() > tokens or start.min() < 0):
+            raise ValueError(
+                f"the chunks span {side} tokens {start.min()} to {end.max()}, but there are {tokens}. They must be "
+                "those of these two rows of ids."
+            )
+    return s0, s1, t0, t1
+
+
+def check_ids(side: str, ids: Tensor, vocab_size: int) -> None:
+    """Raise ValueError unless `ids` are integers in `[0, vocab_size)`: a negative one would count from the end."""
+    if ids.is_floating_point() or ids.is_complex():
+        raise ValueError(f"the {side}'s ids must be integers, got {ids.dtype}.")
+    array = ids.cpu().numpy()
+    wrong = np.flatnonzero((array < 0) | (array >= vocab_size))
+    if len(wrong):
+        raise ValueError(
+            f"the {side}'s id {array[wrong[0]]} at position {wrong[0]} is outside 0 to {vocab_size - 1}. Cut padding "
+            "and ignored labels off first."
+        )
 
 
 def mismatch_pairs(
@@ -137,7 +159,4 @@ def _support(
 
 def _prefix_rows(start: Ints, end: Ints, scorable: NDArray[np.bool_]) -> tuple[Ints, Ints]:
     """Rows `start - 1 .. end - 3` of each scorable chunk, one after another, and the chunk of each row."""
-    lengths = np.where(scorable, np.maximum(end - start - 1, 0), 0)
-    chunk = np.repeat(np.arange(len(start)), lengths)
-    within = np.arange(len(chunk)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return start[chunk] - 1 + within, chunk
+    return joined_runs(start - 1, np.where(scorable, np.maximum(end - start - 1, 0), 0))

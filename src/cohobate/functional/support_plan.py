@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cohobate.functional.kernels import kernels_for
-from cohobate.functional.logprobs import upcast
+from cohobate.functional.logprobs import gather_last, other_ids, upcast
 from cohobate.functional.moments import side_moments
 from cohobate.functional.scores import TopKScores
 from cohobate.functional.support_events import ONE_TO_ONE, ChunkRows, SupportOptions, chunk_rows, mismatch_pairs
@@ -48,72 +48,69 @@ class WholeRows:
     teacher_log_z: Tensor  # [N]
     student_common: Tensor  # [n] ids, pair by pair
     teacher_common: Tensor  # [n]
-    student_other: Tensor  # ids that are in no pair: REST
-    teacher_other: Tensor
+    student_other: Tensor  # [Vs - n] ids that are in no pair: REST
+    teacher_other: Tensor  # [Vt - n]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherRows:
-    """What a teacher says of a row: log-probabilities of some ids, and always that of the realized token."""
+class DenseTeacher:
+    """A teacher that says everything of a row."""
 
-    dense: Tensor | None  # [N, Vt] raw logits
     scale: float  # 1 / temperature
-    log_z: Tensor  # [N] at the temperature
     realized: Tensor  # [N] log-probability of the token that row p predicts, y_(p + 1)
-    ids: Tensor | None  # [N, K + 1] kept ids and the realized one; None: all of them
-    logprobs: Tensor | None  # [N, K + 1]
-    visible: Tensor | None  # [N, K + 1] bool
-
-    @classmethod
-    def read(
-        cls, scores: Tensor | TopKScores, teacher_ids: Tensor, temperature: float, options: SupportOptions
-    ) -> "TeacherRows":
-        following = teacher_ids.roll(-1)  # what row p predicts; of the last row nothing is read
-        if isinstance(scores, Tensor):
-            logits = scores.detach()
-            log_z, _ = side_moments(*kernels_for(logits).side_sums(logits, 1 / temperature))
-            realized = upcast(logits.gather(-1, following[:, None]).squeeze(-1)) / temperature - log_z
-            return cls(
-                dense=logits,
-                scale=1 / temperature,
-                log_z=log_z,
-                realized=realized,
-                ids=None,
-                logprobs=None,
-                visible=None,
-            )
-        realized = scores.realized_logit / temperature - scores.log_normalizer
-        kept = scores.ids == following[:, None]  # [N, K]
-        visible = torch.ones_like(kept)
-        forced = ~kept.any(-1, keepdim=True)  # [N, 1] the realized token is not among the kept
-        if not options.keep_realized:
-            forced = torch.zeros_like(forced)
-        elif options.forced_mode == "evict":
-            # of equal logits the highest id goes; ids ascend, so that is the last of the lowest
-            lowest = (scores.logits == scores.logits.amin(-1, keepdim=True)).long()
-            last = (lowest.cumsum(-1) == lowest.sum(-1, keepdim=True)) & (lowest == 1)
-            visible &= ~(last & forced)
-        return cls(
-            dense=None,
-            scale=1 / temperature,
-            log_z=scores.log_normalizer,
-            realized=realized,
-            ids=torch.cat([scores.ids, following[:, None]], -1),
-            logprobs=torch.cat([scores.logprobs(), realized[:, None]], -1),
-            visible=torch.cat([visible, forced], -1),
-        )
+    logits: Tensor  # [N, Vt] raw
+    log_z: Tensor  # [N] at the temperature
 
     def look_up(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability and visibility of `ids [E]` in `rows [E]`."""
-        if self.dense is not None:
-            return upcast(self.dense[rows, ids]) * self.scale - self.log_z[rows], torch.ones_like(
-                ids, dtype=torch.bool
-            )
-        assert self.ids is not None
-        assert self.logprobs is not None
-        assert self.visible is not None
+        logprobs = upcast(self.logits[rows, ids]) * self.scale - self.log_z[rows]
+        return logprobs, torch.ones_like(ids, dtype=torch.bool)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseTeacher:
+    """A teacher that says some ids' log-probabilities, and always that of the realized token."""
+
+    scale: float  # 1 / temperature
+    realized: Tensor  # [N] as above
+    ids: Tensor  # [N, K + 1] kept ids and the realized one
+    logprobs: Tensor  # [N, K + 1]
+    visible: Tensor  # [N, K + 1] bool
+
+    def look_up(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability and visibility of `ids [E]` in `rows [E]`; 0 where not visible."""
         hit = (self.ids[rows] == ids[:, None]) & self.visible[rows]  # [E, K + 1]
         return torch.where(hit, self.logprobs[rows], 0.0).sum(-1), hit.any(-1)
+
+
+def read_teacher(
+    scores: Tensor | TopKScores, teacher_ids: Tensor, temperature: float, options: SupportOptions
+) -> DenseTeacher | SparseTeacher:
+    """The teacher of N rows from raw logits `[N, Vt]` or kept ids, and the text's `teacher_ids [N]`."""
+    following = teacher_ids.roll(-1)  # what row p predicts; of the last row nothing is read
+    if isinstance(scores, Tensor):
+        logits = scores.detach()
+        log_z, _ = side_moments(*kernels_for(logits).side_sums(logits, 1 / temperature))
+        realized = upcast(gather_last(logits, following)) / temperature - log_z
+        return DenseTeacher(scale=1 / temperature, realized=realized, logits=logits, log_z=log_z)
+    realized = scores.realized_logit / temperature - scores.log_normalizer
+    kept = scores.ids == following[:, None]  # [N, K]
+    visible = torch.ones_like(kept)
+    forced = ~kept.any(-1, keepdim=True)  # [N, 1] the realized token is not among the kept
+    if not options.keep_realized:
+        forced = torch.zeros_like(forced)
+    elif options.forced_mode == "evict":
+        # of equal logits the highest id goes; ids ascend, so that is the last of the lowest
+        lowest = (scores.logits == scores.logits.amin(-1, keepdim=True)).long()
+        last = (lowest.cumsum(-1) == lowest.sum(-1, keepdim=True)) & (lowest == 1)
+        visible &= ~(last & forced)
+    return SparseTeacher(
+        scale=1 / temperature,
+        realized=realized,
+        ids=torch.cat([scores.ids, following[:, None]], -1),
+        logprobs=torch.cat([scores.logprobs(), realized[:, None]], -1),
+        visible=torch.cat([visible, forced], -1),
+    )
 
 
 _Events = tuple[Tensor, Tensor, Tensor]  # chunk, final student token, the teacher's log-probability of the final: [E]
@@ -122,12 +119,17 @@ _Events = tuple[Tensor, Tensor, Tensor]  # chunk, final student token, the teach
 def build_plan(
     student_ids: Tensor,
     teacher_ids: Tensor,
-    teacher: TeacherRows,
+    teacher: DenseTeacher | SparseTeacher,
     chunks: Any,
     tables: Any,
     options: SupportOptions,
     beta: float,
 ) -> tuple[Plan, ChunkRows]:
+    """The plan of one text, `student_ids [S]` and `teacher_ids [N]`, and the geometry of its C chunks.
+
+    Raises:
+        ValueError: chunks that reach beyond the tokens.
+    """
     rows = chunk_rows(chunks, student_ids.shape[0], teacher_ids.shape[0])
     one_to_one = _tensor(np.flatnonzero(rows.scorable & (rows.kind == ONE_TO_ONE)), student_ids)
     last_s, last_t = _tensor(rows.student_row, student_ids), _tensor(rows.teacher_row, student_ids)
@@ -142,14 +144,14 @@ def build_plan(
     logprob, visible = teacher.look_up(last_t[chunk], final_t)
     parts: list[_Events] = [(chunk[visible], final_s[visible], logprob[visible])]
     whole = None
-    if teacher.dense is None:
+    if isinstance(teacher, SparseTeacher):
         parts.append(_kept_events(singles, teacher, tables, options))
     else:
         whole, forced = _whole_rows(singles, teacher, tables, options)
         parts.append(forced)
     event_chunk, event_id, event_teacher = (torch.cat(column) for column in zip(*parts, strict=True))
     row_t, chunk_t = (_tensor(x, student_ids) for x in rows.teacher_prefix)
-    prefix = teacher.log_z.new_zeros(len(rows.kind)).index_add_(0, chunk_t, teacher.realized[row_t])
+    prefix = teacher.realized.new_zeros(len(rows.kind)).index_add_(0, chunk_t, teacher.realized[row_t])
     row_s, chunk_s = (_tensor(x, student_ids) for x in rows.student_prefix)
     plan = Plan(
         scale=teacher.scale,
@@ -180,11 +182,8 @@ class _Singles:
     teacher_id: Tensor
 
 
-def _kept_events(singles: _Singles, teacher: TeacherRows, tables: Any, options: SupportOptions) -> _Events:
+def _kept_events(singles: _Singles, teacher: SparseTeacher, tables: Any, options: SupportOptions) -> _Events:
     """1:1 chunks against sparse rows: the visible ids that the student has too, and the realized pair."""
-    assert teacher.ids is not None
-    assert teacher.logprobs is not None
-    assert teacher.visible is not None
     ids = teacher.ids[singles.teacher_row]  # [D, K + 1]
     student = _tensor(tables.teacher_to_student.counterpart, ids).long()[ids]
     visible = teacher.visible[singles.teacher_row]
@@ -198,10 +197,9 @@ def _kept_events(singles: _Singles, teacher: TeacherRows, tables: Any, options: 
 
 
 def _whole_rows(
-    singles: _Singles, teacher: TeacherRows, tables: Any, options: SupportOptions
+    singles: _Singles, teacher: DenseTeacher, tables: Any, options: SupportOptions
 ) -> tuple[WholeRows, _Events]:
     """1:1 chunks against whole rows; those whose realized pair is not common have their events listed instead."""
-    assert teacher.dense is not None
     ours, theirs = (_tensor(x, singles.chunk).long() for x in tables.common)  # [n]
     student_of = _tensor(tables.teacher_to_student.counterpart, singles.chunk).long()
     listed = student_of[singles.teacher_id] != singles.student_id
@@ -217,18 +215,12 @@ def _whole_rows(
     whole = WholeRows(
         chunk=singles.chunk[~listed],
         teacher_row=singles.teacher_row[~listed],
-        teacher_logits=teacher.dense,
+        teacher_logits=teacher.logits,
         teacher_log_z=teacher.log_z,
         student_common=ours,
         teacher_common=theirs,
-        student_other=_others(ours, len(tables.student_to_teacher)),
-        teacher_other=_others(theirs, len(tables.teacher_to_student)),
+        student_other=other_ids(ours, len(tables.student_to_teacher)),
+        teacher_other=other_ids(theirs, len(tables.teacher_to_student)),
     )
     chunk, final_s, logprob = (torch.cat(column) for column in zip(*events, strict=True))
     return whole, (chunk, final_s, logprob)
-
-
-def _others(ids: Tensor, vocab_size: int) -> Tensor:
-    left = torch.ones(vocab_size, dtype=torch.bool, device=ids.device)
-    left[ids] = False
-    return left.nonzero().squeeze(-1)

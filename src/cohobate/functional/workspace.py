@@ -11,12 +11,14 @@ less. Other devices have an allocator that keeps memory by itself.
 import math
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
 
-KEEP_BYTES = 512 * 2**20
+KEEP_BYTES = 1280 * 2**20  # two tiles and a gradient for a vocabulary of 150,000
 _GIVEN = "(given away)"  # no tile's name: the buffer that is lent out beyond a call
 
 
@@ -64,6 +66,17 @@ def gradient(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     buffer = _kept.bytes(_GIVEN, math.prod(shape) * dtype.itemsize)
     _kept.lent = weakref.ref(buffer)
     return torch.from_numpy(buffer).view(dtype).view(shape)
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """Inside, this thread has another workspace: for a caller's function that may call what uses tiles too."""
+    buffers, lent = _kept.buffers, _kept.lent
+    _kept.buffers, _kept.lent = {}, None
+    try:
+        yield
+    finally:
+        _kept.buffers, _kept.lent = buffers, lent
 
 
 def release_workspace() -> None:

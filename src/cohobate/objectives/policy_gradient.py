@@ -19,11 +19,10 @@ from cohobate.align.rollout import AlignedBatch
 from cohobate.errors import ConfigError
 from cohobate.functional.estimators import clipped_surrogate, iw_opd_weights, k1, k3, sampled_kl_loss
 from cohobate.functional.fused_logprobs import FusedTokenLoss
-from cohobate.functional.logprobs import upcast
+from cohobate.functional.logprobs import check_temperature, upcast
 from cohobate.functional.reduce import weigh
 from cohobate.functional.scores import DenseScores, HiddenScores, SampledScores, TeacherScores, TopKScores
 from cohobate.objectives.cross_entropy import target_logprobs, token_losses
-from cohobate.objectives.divergence import check_temperature, top_k_normalizer
 from cohobate.objectives.protocol import (
     PAIRS,
     Metric,
@@ -31,6 +30,7 @@ from cohobate.objectives.protocol import (
     StudentScores,
     Term,
     check_scores,
+    config_errors,
     only_weighted,
 )
 
@@ -52,7 +52,8 @@ class PolicyGradientObjective:
     iw_gamma: float | None = None
 
     def __post_init__(self) -> None:
-        check_temperature(self.temperature)
+        with config_errors():
+            check_temperature(self.temperature)
         if self.clip_epsilon is not None and not 0 < self.clip_epsilon < 1:
             raise ConfigError(f"clip_epsilon must be in (0, 1) or None, got {self.clip_epsilon}.")
         if self.iw_gamma is not None and not 0 <= self.iw_gamma < math.inf:
@@ -84,15 +85,15 @@ class PolicyGradientObjective:
         assert teacher is not None
         with torch.no_grad():
             teacher_logprobs = upcast(_teacher_logprobs(teacher, batch.target_ids, self.temperature))
-            drawn = None if self.clip_epsilon is None else _sampler_logprobs(batch)
+            drawn = None if self.clip_epsilon is None else batch.sampler_logprobs  # [N]
             weights = self._weights(student, teacher_logprobs, drawn, batch)
 
         def token_loss(logprobs: Tensor, rows: slice) -> Tensor:
-            logprobs, told = only_weighted(logprobs, batch.weights[rows]), teacher_logprobs[rows].to(logprobs.dtype)
+            logprobs, target = only_weighted(logprobs, batch.weights[rows]), teacher_logprobs[rows].to(logprobs.dtype)
             if drawn is None or self.clip_epsilon is None:
-                return weigh(sampled_kl_loss(logprobs, told, estimator="policy_gradient"), weights[rows])
+                return weigh(sampled_kl_loss(logprobs, target, estimator="policy_gradient"), weights[rows])
             before = drawn[rows].to(logprobs.dtype)
-            surrogate, _ = clipped_surrogate(logprobs, before, told - before, clip_epsilon=self.clip_epsilon)
+            surrogate, _ = clipped_surrogate(logprobs, before, target - before, clip_epsilon=self.clip_epsilon)
             return weigh(surrogate, weights[rows])
 
         read = token_losses(student, batch.target_ids, token_loss, temperature=self.temperature)
@@ -168,17 +169,13 @@ def _rows_of(batch: AlignedBatch, chosen: Tensor) -> str:
     return f"rows {names}" + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")
 
 
-def _sampler_logprobs(batch: AlignedBatch) -> Tensor:
-    assert batch.sampler_logprobs is not None
-    return batch.sampler_logprobs
-
-
 def _teacher_logprobs(teacher: Any, target_ids: Tensor, temperature: float) -> Tensor:
     """The teacher's log-probability `[N]` of each drawn token at `temperature`."""
     if isinstance(teacher, HiddenScores | DenseScores):
         return target_logprobs(teacher, target_ids, temperature=temperature)[0]
     if isinstance(teacher, TopKScores):
-        return teacher.realized_logit / temperature - top_k_normalizer(teacher, temperature)
+        with config_errors():
+            return teacher.realized_logit / temperature - teacher.normalizer(temperature)
     if teacher.temperature != temperature:
         raise ConfigError(
             f"the teacher's log-probabilities are at temperature {teacher.temperature}, the objective is at"

@@ -6,7 +6,8 @@ the step was split; so a term carries its sum and the *name* of its count, and t
 over the whole optimizer step and all ranks. The counts are known from masks and geometry before anything is scored.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -99,6 +100,15 @@ _FITTING: dict[type, str] = {
     TopKScores: "DivergenceObjective with top_k=None",
     SampledScores: "PolicyGradientObjective",
 }
+
+
+@contextmanager
+def config_errors() -> Iterator[None]:
+    """A `ValueError` of a check of `functional` becomes a `ConfigError` with the same words: it is a setting here."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def check_accepts(objective: Objective, teacher: Any | None) -> None:

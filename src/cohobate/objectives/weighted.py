@@ -18,7 +18,8 @@ from cohobate.errors import ConfigError
 from cohobate.functional.estimators import min_max, tip_scores
 from cohobate.functional.scores import DenseScores, HiddenScores, TeacherScores, TopKScores
 from cohobate.objectives.cross_entropy import target_logprobs
-from cohobate.objectives.divergence import DivergenceObjective, read_pairs
+from cohobate.objectives.divergence import DivergenceObjective
+from cohobate.objectives.pair_divergences import read_pairs
 from cohobate.objectives.protocol import (
     Metric,
     Objective,

@@ -10,6 +10,7 @@ Every rank of the group computes the same loss from the same hidden states and g
 makes the sums right. Data parallelism is another group. V ids of the whole vocabulary, V_local of this rank, H hidden.
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from cohobate.functional.fused_linear import FusedDivergence, fused_linear_divergence
 from cohobate.parallel.gather import gather_rows
 from cohobate.parallel.modules import gathered
-from cohobate.parallel.shards import shards_of
+from cohobate.parallel.shards import Group, rank_and_size, shards_of
 from cohobate.parallel.world import World, current_world
 
 
@@ -43,7 +44,7 @@ class VocabParallelLMHead(nn.Module):
         self,
         in_features: int,
         vocab_size: int,
-        tp_group: dist.ProcessGroup | None = None,
+        tp_group: Group = None,
         *,
         bias: bool = False,
         device: torch.device | str | None = None,
@@ -51,10 +52,10 @@ class VocabParallelLMHead(nn.Module):
     ):
         """Weights are uninitialised: load them, or use `from_linear`. `tp_group=None` holds all ids."""
         super().__init__()
-        world = _world(tp_group)
+        rank, size = rank_and_size(tp_group)
         self.tp_group = tp_group
         self.vocab_size = vocab_size
-        self.vocab_start_index, self.vocab_end_index = vocab_range(vocab_size, world.rank, world.size)
+        self.vocab_start_index, self.vocab_end_index = vocab_range(vocab_size, rank, size)
         num_ids = self.vocab_end_index - self.vocab_start_index
         self.tied = False
         self.weight = nn.Parameter(torch.empty(num_ids, in_features, device=device, dtype=dtype))
@@ -66,7 +67,7 @@ class VocabParallelLMHead(nn.Module):
     def from_linear(
         cls,
         head: nn.Linear,
-        tp_group: dist.ProcessGroup | None = None,
+        tp_group: Group = None,
         *,
         vocab_size: int | None = None,
         tied: bool = False,
@@ -170,21 +171,25 @@ class VocabParallelLMHead(nn.Module):
         ids = f"ids {self.vocab_start_index} to {self.vocab_end_index} of {self.vocab_size}"
         return f"{ids}, in_features={self.weight.shape[1]}, bias={self.bias is not None}, tied={self.tied}"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "VocabParallelLMHead":
+        """A head with its own weights over the same ranks, for a frozen or averaged teacher: groups have no copy."""
+        memo[id(self.tp_group)] = self.tp_group
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         found = state_dict.get(f"{prefix}vocab_range")
         own = [self.vocab_start_index, self.vocab_end_index, self.vocab_size]
         if found is not None and found.tolist() != own:
             raise ValueError(
-                f"this state is of ids {found[0]} to {found[1]} of {found[2]}, the head holds {own[0]} to {own[1]} "
-                f"of {own[2]}. Load the state that the same rank of an equal group saved; for another number of "
-                "ranks, save to_linear() and shard it again."
+                f"this state has [start, end, vocabulary] {found.tolist()}, the head {own}. Load the state that the "
+                "same rank of an equal group saved; for another number of ranks, save to_linear() and shard it again."
             )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-def shard_lm_head(
-    model: nn.Module, tp_group: dist.ProcessGroup | None = None, *, vocab_size: int | None = None
-) -> VocabParallelLMHead:
+def shard_lm_head(model: nn.Module, tp_group: Group = None, *, vocab_size: int | None = None) -> VocabParallelLMHead:
     """Put this rank's shard in the place of a loaded model's output head, and return it.
 
     A tied head stays tied. The model's logits are then `[B, T, V_local]`. Before saving: `head.to_linear()`, and
@@ -251,11 +256,11 @@ def _check_split_alike(student: VocabParallelLMHead, teacher: VocabParallelLMHea
         )
 
 
-def _ranks(group: dist.ProcessGroup | None) -> list[int]:
+def _ranks(group: Group) -> list[int]:
     return [0] if group is None else dist.get_process_group_ranks(group)
 
 
-def _world(group: dist.ProcessGroup | None) -> World:
+def _world(group: Group) -> World:
     return World(rank=0, size=1) if group is None else current_world(group)
 
 
@@ -268,7 +273,7 @@ class _IntoShards(torch.autograd.Function):
     """The same hidden states for every shard of a head; each knows a part of their gradient, and parts add up."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return hidden.view_as(hidden)
 
@@ -283,7 +288,7 @@ class _RowsOfTied(torch.autograd.Function):
     """Rows of a parameter that every rank holds whole: its gradient must be whole too, so the shards' are added up."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, start: int, end: int, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, start: int, end: int, group: Group) -> Tensor:
         ctx.place, ctx.shape = (slice(start, end), group), whole.shape
         return whole[start:end]
 

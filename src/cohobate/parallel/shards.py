@@ -22,9 +22,11 @@ from cohobate.functional.moments import WHOLE, Shards
 from cohobate.functional.ordered import from_ordered_bits, ordered_bits, packed_keys, unpacked_keys
 
 Agreed = TypeVar("Agreed")
+Group = dist.ProcessGroup | None
+"""The ranks that hold the shards; None: this process holds every id."""
 
 
-def shards_of(group: dist.ProcessGroup | None, vocab_start_index: int = 0) -> Shards:
+def shards_of(group: Group, vocab_start_index: int = 0) -> Shards:
     """The shards of a vocabulary over `group`; `WHOLE`, which exchanges nothing, for None or a group of one."""
     if group is None or dist.get_world_size(group) == 1:
         return WHOLE
@@ -78,7 +80,7 @@ class CheckedShards(Generic[Agreed]):
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
+        group: Group,
         facts: Sequence[float],
         check: Callable[[list[list[float]]], Agreed],
         passenger: Callable[[], Tensor] | None = None,
@@ -112,6 +114,6 @@ class CheckedShards(Generic[Agreed]):
         return reduced[: first.numel()].view(first.shape), reduced[first.numel() :].view(second.shape)
 
 
-def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
+def rank_and_size(group: Group) -> tuple[int, int]:
     """This process among the shards: 0 of 1 where the vocabulary is not split."""
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))

@@ -10,14 +10,20 @@ from collections.abc import Iterator
 from itertools import pairwise
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from cohobate.functional.chunked_head import row_chunks
 from cohobate.functional.kernels import plain
+from cohobate.functional.logprobs import wide_dtype
 
 CHUNK_BYTES = 64 * 2**20  # of all temporaries of one chunk together
 _TEMPORARIES = 10  # wide [rows, V] tensors alive at once in the widest of the plain kernels
+
+
+def check_logits(name: str, logits: Tensor) -> None:
+    """Raise TypeError unless `logits`, an argument called `name`, are floating `[..., V_local]`."""
+    if not logits.is_floating_point() or logits.dim() < 1:
+        raise TypeError(f"{name} must be floating [..., V_local], got {logits.dtype} of shape {list(logits.shape)}.")
 
 
 def num_rows(logits: Tensor) -> int:
@@ -56,6 +62,5 @@ def _is_matrix(x: Tensor) -> bool:
 def _rows_at_once(kernels: ModuleType, tensors: tuple[Tensor, ...], rows: int) -> int:
     if kernels is not plain:
         return rows
-    wide = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
     width = max(x.shape[-1] for x in tensors)
-    return max(1, CHUNK_BYTES // (_TEMPORARIES * max(width, 1) * wide.itemsize))
+    return max(1, CHUNK_BYTES // (_TEMPORARIES * max(width, 1) * wide_dtype(*tensors).itemsize))

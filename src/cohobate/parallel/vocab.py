@@ -16,13 +16,12 @@ Saved for the backward pass: the logits as they came and some numbers per row (`
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cohobate.parallel.layout import ShardSpan
+from cohobate.parallel.shards import Group
+from cohobate.parallel.tiles import check_logits
 from cohobate.parallel.vocab_functions import Divergence, Entropy, IndexOptions, Logprobs, PairOptions
-
-Group = dist.ProcessGroup | None
 
 
 def vocab_parallel_logprobs(
@@ -49,7 +48,7 @@ def vocab_parallel_logprobs(
         ValueError: on every rank alike: an id that is not in the vocabulary, shards that leave a gap or overlap.
     """
     span = ShardSpan(start=vocab_start_index, stop=vocab_end_index, vocab_size=global_vocab_size)
-    _check_floating("logits", logits)
+    check_logits("logits", logits)
     if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
         raise TypeError(f"index must hold integers, got {index.dtype}.")
     options = IndexOptions(tp_group, span, ignore_index, inplace_backward)
@@ -88,7 +87,7 @@ def vocab_parallel_entropy(logits: Tensor, tp_group: Group = None, *, inplace_ba
 
     Columns of padding must be cut off or at -inf; the order of the shards does not matter.
     """
-    _check_floating("logits", logits)
+    check_logits("logits", logits)
     return Entropy.apply(logits, tp_group, inplace_backward)  # pyright: ignore[reportReturnType]
 
 
@@ -129,11 +128,6 @@ def vocab_parallel_jsd(
 
 
 def _divergence(student: Tensor, teacher: Tensor, group: Group, beta: float, inplace: bool) -> Tensor:
-    _check_floating("student", student)
-    _check_floating("teacher", teacher)
+    check_logits("student", student)
+    check_logits("teacher", teacher)
     return Divergence.apply(student, teacher, PairOptions(group, beta, inplace))  # pyright: ignore[reportReturnType]
-
-
-def _check_floating(name: str, logits: Tensor) -> None:
-    if not logits.is_floating_point() or logits.dim() < 1:
-        raise TypeError(f"{name} must be floating [..., V_local], got {logits.dtype} of shape {list(logits.shape)}.")

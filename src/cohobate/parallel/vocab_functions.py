@@ -11,25 +11,24 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from cohobate.functional.kernels import kernels_for
-from cohobate.functional.logprobs import upcast, upcast_pair
+from cohobate.functional.logprobs import wide_dtype
 from cohobate.functional.moments import pair_moments, side_moments
 from cohobate.functional.workspace import fresh
 from cohobate.parallel.layout import ShardSpan
-from cohobate.parallel.shards import CheckedShards, shards_of
+from cohobate.parallel.shards import CheckedShards, Group, shards_of
 from cohobate.parallel.tiles import num_rows, row_tiles
 from cohobate.parallel.vocab_index import IGNORED, ChosenIds, slopes_at_columns, write_at_columns
-
-Group = dist.ProcessGroup | None
 
 
 @dataclass(frozen=True, slots=True)
 class IndexOptions:
+    """What `Logprobs` needs besides tensors."""
+
     group: Group
     span: ShardSpan
     ignore_index: int
@@ -95,6 +94,8 @@ class Entropy(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class PairOptions:
+    """What `Divergence` needs besides tensors."""
+
     group: Group
     beta: float
     inplace: bool
@@ -144,8 +145,7 @@ class Divergence(torch.autograd.Function):
 
 def _side_sums(kernels: ModuleType, logits: Tensor) -> tuple[Tensor, Tensor]:
     """`kernels.side_sums` of all rows: `[N]`, `[2, N]`."""
-    wide = upcast(logits.new_empty(0))
-    maximum, sums = wide.new_empty(num_rows(logits)), wide.new_empty(2, num_rows(logits))
+    maximum, sums = _per_row(1, logits)[0], _per_row(2, logits)
     for rows, (x,) in row_tiles(kernels, logits):
         maximum[rows], sums[:, rows] = kernels.side_sums(x)
     return maximum, sums
@@ -153,8 +153,7 @@ def _side_sums(kernels: ModuleType, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def _pair_sums(kernels: ModuleType, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     """`kernels.pair_sums` of all rows: `[2, N]`, `[6, N]`."""
-    wide, count = _wide(student, teacher), num_rows(student)
-    maxima, sums = wide.new_empty(2, count), wide.new_empty(6, count)
+    maxima, sums = _per_row(2, student, teacher), _per_row(6, student, teacher)
     for rows, (s, t) in row_tiles(kernels, student, teacher):
         maxima[:, rows], sums[:, rows] = kernels.pair_sums(s, t)
     return maxima, sums
@@ -175,15 +174,18 @@ def _coefficient(grad: Tensor, log_z: Tensor) -> Tensor:
 
 def _gradient_buffer(logits: Tensor, inplace: bool) -> Tensor:
     """Where the gradient goes: fresh memory, or the logits' own, which autograd then knows to be used up."""
-    if not inplace:
+    if not inplace or any(
+        stride == 0 and size > 1 for size, stride in zip(logits.shape, logits.stride(), strict=True)
+    ):
+        # The rows of an expanded tensor are one, and each has a gradient of its own.
         return fresh(tuple(logits.shape), logits.dtype, logits.device)
     increment_version(logits)  # kernels may write past autograd's eyes; a second backward pass must not read this
     return logits.detach()
 
 
-def _wide(student: Tensor, teacher: Tensor) -> Tensor:
-    """Nothing, in the dtype and on the device of the statistics."""
-    return upcast_pair(student.new_empty(0), teacher.new_empty(0))[0]
+def _per_row(count: int, *logits: Tensor) -> Tensor:
+    """Room for `count` statistics of each row: `[count, N]`."""
+    return torch.empty(count, num_rows(logits[0]), dtype=wide_dtype(*logits), device=logits[0].device)
 
 
 def _pair_facts(student: Tensor, teacher: Tensor) -> list[float]:

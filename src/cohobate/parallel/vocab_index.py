@@ -8,13 +8,12 @@ logits they choose travel in its one sum. N rows, k ids a row, W columns of this
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cohobate.functional.chunked_head import row_chunks
-from cohobate.functional.logprobs import upcast
+from cohobate.functional.logprobs import put_last, upcast
 from cohobate.parallel.layout import NUM_SPAN_FACTS, Layout, ShardSpan, agreed_layout, exact
-from cohobate.parallel.shards import CheckedShards, rank_and_size
+from cohobate.parallel.shards import CheckedShards, Group, rank_and_size
 from cohobate.parallel.tiles import num_rows
 
 IGNORED = -2  # as a column: ignore_index
@@ -29,9 +28,7 @@ class ChosenIds:
     logits [N, k]    the chosen ones in the wide dtype, from whichever rank holds them; 0 for `IGNORED`
     """
 
-    def __init__(
-        self, logits: Tensor, index: Tensor, group: dist.ProcessGroup | None, span: ShardSpan, ignore_index: int
-    ):
+    def __init__(self, logits: Tensor, index: Tensor, group: Group, span: ShardSpan, ignore_index: int):
         self._rank, _ = rank_and_size(group)
         self._ignore_index = ignore_index
         self.real = span.real_columns(logits, self._rank)  # [..., W] without padding
@@ -93,10 +90,9 @@ def slopes_at_columns(x: Tensor, columns: Tensor, log_z: Tensor, grad: Tensor, t
 
 
 def write_at_columns(out: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Write `slopes_at_columns` into the tile `out [n, W]`; `scatter_` would widen a bfloat16 tile to float32."""
+    """Write `slopes_at_columns [n, k]` into the tile `out [n, W]`; columns named twice have equal values."""
     if out.shape[-1]:
-        rows = torch.arange(len(out), device=out.device)[:, None]
-        out.index_put_((rows, columns.clamp(min=0)), values.to(out.dtype))
+        put_last(out, columns.clamp(min=0), values)
 
 
 def _at_columns(x: Tensor, columns: Tensor) -> Tensor:

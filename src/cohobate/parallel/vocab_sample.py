@@ -15,17 +15,15 @@ Masses are float64. N rows, W columns of this rank.
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cohobate.functional.chunked_head import row_chunks
 from cohobate.functional.logprobs import check_temperature
 from cohobate.functional.ordered import ordered_bits
 from cohobate.parallel.layout import Layout, ShardSpan, agreed_layout
-from cohobate.parallel.shards import CheckedShards, rank_and_size
-from cohobate.parallel.tiles import num_rows
+from cohobate.parallel.shards import CheckedShards, Group, rank_and_size
+from cohobate.parallel.tiles import check_logits, num_rows
 
-Group = dist.ProcessGroup | None
 _CHUNK_BYTES = 64 * 2**20
 _BYTES_PER_ENTRY = 48  # of all temporaries together
 _DIGIT = 8  # bits
@@ -62,8 +60,7 @@ def vocab_parallel_sample(
         raise ValueError(f"top_k must be >= 1 or None, got {top_k}.")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1] or None, got {top_p}.")
-    if not logits.is_floating_point() or logits.dim() < 1:
-        raise TypeError(f"logits must be floating [..., V_local], got {logits.dtype} of shape {list(logits.shape)}.")
+    check_logits("logits", logits)
     device = logits.device if generator is None else generator.device
     uniform = torch.rand(num_rows(logits), generator=generator, dtype=torch.float64, device=device)
     drawing = _Drawing(logits.detach(), tp_group, ShardSpan(start=vocab_start_index, stop=vocab_end_index))

@@ -17,14 +17,13 @@ from torch.autograd.function import once_differentiable
 
 from cohobate.functional.kernels import kernels_for
 from cohobate.functional.largest import largest_entries
-from cohobate.functional.logprobs import upcast
+from cohobate.functional.logprobs import upcast, wide_dtype
 from cohobate.functional.ordered import from_ordered_bits, ordered_bits, packed_keys, unpacked_keys
 from cohobate.functional.workspace import fresh
 from cohobate.parallel.layout import NUM_SPAN_FACTS, ShardSpan, agreed_layout
-from cohobate.parallel.shards import rank_and_size
-from cohobate.parallel.tiles import num_rows, row_tiles
+from cohobate.parallel.shards import Group, rank_and_size
+from cohobate.parallel.tiles import check_logits, num_rows, row_tiles
 
-Group = dist.ProcessGroup | None
 _LEAST = torch.iinfo(torch.int64).min  # sorts behind every key: where a shard has fewer than k columns
 
 
@@ -44,8 +43,7 @@ def vocab_parallel_topk(
     Raises:
         ValueError: on every rank alike: k < 1 or beyond the vocabulary, shards that leave a gap or overlap.
     """
-    if not logits.is_floating_point() or logits.dim() < 1:
-        raise TypeError(f"logits must be floating [..., V_local], got {logits.dtype} of shape {list(logits.shape)}.")
+    check_logits("logits", logits)
     if k < 1:
         raise ValueError(f"k must be >= 1, got {k}.")
     span = ShardSpan(start=vocab_start_index, stop=vocab_end_index)
@@ -103,7 +101,7 @@ class _TopK(torch.autograd.Function):
 def _own_candidates(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The `min(k, W)` largest of each row of this rank's `logits [..., W]`, and their columns."""
     kernels, kept = kernels_for(logits), min(k, logits.shape[-1])
-    values = upcast(logits.new_empty(0)).new_empty(num_rows(logits), kept)
+    values = torch.empty(num_rows(logits), kept, dtype=wide_dtype(logits), device=logits.device)
     columns = torch.empty(values.shape, dtype=torch.int64, device=logits.device)
     if kept:
         for rows, (x,) in row_tiles(kernels, logits):

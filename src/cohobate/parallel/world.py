@@ -79,7 +79,10 @@ def all_reduce_sum(values: Mapping[str, float | Tensor], *, world: World | None 
     # ranks packed the same keys.
     mark_sum, square_sum = numbers[-2:]
     if square_sum * world.size != mark_sum * mark_sum:
-        raise RuntimeError(f"all_reduce_sum needs the same keys on every rank; rank {world.rank} has {keys}.")
+        raise RuntimeError(
+            f"all_reduce_sum needs the same keys on every rank; rank {world.rank} has {keys}. A rank with nothing to "
+            "add gives 0 for each key."
+        )
     return dict(zip(keys, numbers[: len(keys)], strict=True))
 
 

@@ -2,15 +2,10 @@
 """Where the teacher's distribution comes from."""
 
 from cohobate.functional.scores import DenseScores, HiddenScores, SampledScores, TeacherScores, TopKScores
-from cohobate.teachers.forward import (
-    HeadNotReadable,
-    check_head,
-    dense_pair_scores,
-    logit_row_checksum,
-    pair_scores,
-)
+from cohobate.teachers.forward import check_head, dense_pair_scores, logit_row_checksum, pair_scores
 from cohobate.teachers.load import load_model, load_tokenizer
 from cohobate.teachers.local import LocalTeacher
+from cohobate.teachers.output_head import HeadNotReadable
 from cohobate.teachers.protocol import SameWeightsConfig, StatefulTeacher, Teacher
 from cohobate.teachers.same_weights import AdapterOffTeacher, EMATeacher, FrozenTeacher, LiveTeacher
 

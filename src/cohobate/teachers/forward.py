@@ -6,9 +6,9 @@ a hook when it is called: the hook keeps the N hidden states the loss needs, rea
 and hands the head one position to project, so that the model's own code runs through. Teachers and student both go
 through here; with gradients on, they flow into the body, the head, and an adapter on the head.
 
-What a model does to its logits after the head (scale, soft-cap) is read from its config, and names there are a
-convention, not a promise: `check_head` compares once with the model's own logits. A head that cannot be written as
-`softcap(scale * (h W^T + b))` still works, through `dense_pair_scores`.
+What the head's weights are and what the model does to its logits afterwards is found out in `output_head.py`, by
+conventions that are no promise: `check_head` compares once with the model's own logits. A head that cannot be written
+as `softcap(scale * (h W^T + b))` still works, through `dense_pair_scores`.
 
 Under FSDP2 the head is read while it is gathered for its own call, and kept until the backward pass: one all-gather
 and one reduce-scatter, as for any other layer. A tensor-parallel head (DTensor) is gathered here; one that is not to
@@ -24,25 +24,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from cohobate.errors import CohobateError, ConfigError
+from cohobate.errors import ConfigError
 from cohobate.functional.logprobs import real_vocabulary
 from cohobate.functional.scores import DenseScores, HiddenScores, OutputHead
-from cohobate.parallel.lm_head import VocabParallelLMHead
 from cohobate.parallel.modules import (
     eval_mode,
-    gathered,
     is_whole_only_inside,
     keep_gathered,
     reaching,
     release_gathered,
     unwrapped,
 )
+from cohobate.teachers.output_head import HeadNotReadable, output_head, read_head, scale_and_softcap
 
 _LOUDER = 64.0  # makes a soft-cap show in logits near 1, and keeps trained ones (near 30) finite in float16
-
-
-class HeadNotReadable(CohobateError, ValueError):
-    """The model's output head is no plain (or LoRA) linear map with whole weights; use `dense_pair_scores`."""
 
 
 def pair_scores(
@@ -79,12 +74,12 @@ def _pair_scores(
             "called. Use FSDP2 (fully_shard), or dense_pair_scores."
         )
     is_fsdp2 = _keep_head_gathered(base)
-    scale, softcap = _scale_and_softcap(base)
+    scale, softcap = scale_and_softcap(base)
     read: list[tuple[Tensor, OutputHead]] = []
 
     def take(head: nn.Module, hidden: Tensor) -> Tensor:
         states = hidden if louder is None else torch.cat([hidden, hidden * louder], dim=1)
-        rows, weight, bias = _read_head(head, _rows_of(states, pair_index))
+        rows, weight, bias = read_head(head, _rows_of(states, pair_index))
         if torch.is_autocast_enabled(rows.device.type) and weight.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(rows.device.type)
             rows, weight = rows.to(dtype), weight.to(dtype)
@@ -118,7 +113,7 @@ def dense_pair_scores(
     """
     base = unwrapped(model)
     inputs = _accepted(base, model_inputs)
-    if _output_head(base) is None:
+    if output_head(base) is None:
         dense = _rows_of((call or model)(**inputs).logits, pair_index)
     else:
         with _head_input(base, model_inputs, lambda head, hidden: _rows_of(hidden, pair_index)[None]):
@@ -170,7 +165,7 @@ def logit_row_checksum(scores: HiddenScores | DenseScores, pair: int = 0) -> flo
     else:
         row = scores.dense[pair : pair + 1]
     if row.shape[0] != 1:
-        raise ValueError(f"logit_row_checksum needs pair {pair}, but the scores hold fewer pairs.")
+        raise ValueError(f"logit_row_checksum needs pair {pair}, but the scores hold fewer pairs; the first is 0.")
     row = row[0].detach().double()
     # Weights that no permutation or shift of the ids leaves alone: fractional parts of multiples of the golden ratio.
     weights = torch.arange(1, row.shape[0] + 1, dtype=torch.float64, device=row.device).mul(0.6180339887498949).frac()
@@ -182,25 +177,13 @@ def _rows_of(values: Tensor, pair_index: Tensor) -> Tensor:
     return values.flatten(0, 1).index_select(0, pair_index.to(values.device))
 
 
-def _output_head(base: nn.Module) -> nn.Module | None:
-    getter = getattr(base, "get_output_embeddings", None)
-    head = getter() if callable(getter) else None
-    if isinstance(head, VocabParallelLMHead) and not head.is_whole:
-        raise ConfigError(
-            f"the output head of {type(base).__name__} is one shard of its vocabulary ({head}), whose logits are no "
-            "distribution. Take the hidden states of the pairs from the base model, and the loss from "
-            "cohobate.parallel.lm_head.vocab_parallel_fused_divergence."
-        )
-    return head  # pyright: ignore[reportReturnType]
-
-
 @contextmanager
 def _head_input(
     base: nn.Module, model_inputs: Mapping[str, Tensor], replace: Callable[[nn.Module, Tensor], Tensor]
 ) -> Iterator[None]:
     """Inside, the head gets `replace(head, hidden)` in place of `hidden [B, T, H]`."""
     expected = model_inputs["input_ids"].shape
-    head = _output_head(base)
+    head = output_head(base)
     if head is None:
         raise HeadNotReadable(f"{type(base).__name__} has no output head (get_output_embeddings() is None).")
 
@@ -222,7 +205,7 @@ def _head_input(
 
 def _keep_head_gathered(base: nn.Module) -> bool:
     """Whether FSDP2 holds the head's weights, which then stay whole until the backward pass."""
-    head = _output_head(base)
+    head = output_head(base)
     if head is None:
         return False
     if any(isinstance(module, FSDPModule) for module in head.modules() if module is not head):
@@ -231,61 +214,6 @@ def _keep_head_gathered(base: nn.Module) -> bool:
             "called. Call fully_shard on the head (with its adapter) or on the model instead."
         )
     return keep_gathered(base, head)
-
-
-def _read_head(head: Any, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Input rows, weight and bias of the head as it acts now; adapters are known by attributes, not by import."""
-    if hasattr(head, "modules_to_save") and hasattr(head, "original_module"):  # PEFT's fully trained copy
-        active = [name for name in head.active_adapters if name in head.modules_to_save]
-        inner = head.original_module if head.disable_adapters or not active else head.modules_to_save[active[0]]
-        return _read_head(inner, rows)
-    if hasattr(head, "base_layer") and hasattr(head, "lora_A"):
-        return _read_lora(head, rows)
-    if type(head).forward is not nn.Linear.forward:
-        raise HeadNotReadable(f"an output head of type {type(head).__name__} is no plain linear layer.")
-    if head.weight.is_meta:
-        raise HeadNotReadable("the output head's weights are offloaded.")
-    return rows, gathered(head.weight), None if head.bias is None else gathered(head.bias)
-
-
-def _read_lora(head: Any, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    inner_rows, weight, bias = _read_head(head.base_layer, rows)
-    if head.disable_adapters or head.merged:
-        if head.disable_adapters and head.merged:
-            raise HeadNotReadable("the adapter on the output head is switched off but merged into its weights.")
-        return inner_rows, weight, bias
-    row_parts, weight_parts = [inner_rows], [weight]
-    for name in head.active_adapters:
-        if name not in head.lora_A:
-            continue
-        if name in getattr(head, "lora_variant", {}):
-            raise HeadNotReadable(f"adapter {name!r} on the output head is a variant of LoRA (such as DoRA).")
-        down, up, scaling = head.lora_A[name], head.lora_B[name], head.scaling[name]
-        low = down(head.lora_dropout[name](rows.to(down.weight.dtype))) * scaling
-        row_parts.append(low.to(inner_rows.dtype))
-        weight_parts.append(up.weight.to(weight.dtype))
-        if up.bias is not None:
-            shift = up.bias * scaling
-            bias = shift if bias is None else bias + shift
-    return torch.cat(row_parts, dim=1), torch.cat(weight_parts, dim=1), bias
-
-
-def _scale_and_softcap(base: nn.Module) -> tuple[float, float | None]:
-    """What the model does to its logits after the head, as its config tells."""
-    config: Any = getattr(base, "config", None)
-    if config is None:
-        return 1.0, None
-    config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    scale = 1.0
-    for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):  # Cohere; Falcon-H1; Muse
-        scale *= _number(config, name) or 1.0
-    scale /= _number(config, "logits_scaling") or 1.0  # Granite
-    return scale, _number(config, "final_logit_softcapping") or _number(config, "logits_soft_cap")  # Gemma
-
-
-def _number(config: Any, name: str) -> float | None:
-    value = getattr(config, name, None)
-    return float(value) if isinstance(value, int | float) else None
 
 
 def _accepted(base: nn.Module, model_inputs: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -93,9 +93,12 @@ def load_tokenizer(
             f"{folder} has no tokenizer file. Save it beside the weights (tokenizer.save_pretrained), or name the "
             "folder of the tokenizer separately."
         )
-    return AutoTokenizer.from_pretrained(
-        str(folder), local_files_only=not trust_remote_code, trust_remote_code=trust_remote_code
-    )
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=not trust_remote_code, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # tokenizers raises nothing narrower for a file that it cannot read
+        raise ConfigError(f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {error}).") from error
 
 
 def resolve_model(

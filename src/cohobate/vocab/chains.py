@@ -92,7 +92,7 @@ class SubtokenTable:
         cls, chains: Iterable[Sequence[int] | None], header: Mapping[str, Any] | None = None
     ) -> "SubtokenTable":
         """From one sequence of destination ids for each source token; empty or None where there is none."""
-        rows = [tuple(chain or ()) for chain in chains]
+        rows = [() if chain is None else tuple(chain) for chain in chains]
         return cls(
             ids=np.fromiter((i for row in rows for i in row), dtype=np.int32),
             offsets=np.append(0, np.cumsum([len(row) for row in rows], dtype=np.int32)).astype(np.int32),
@@ -191,7 +191,7 @@ def shared_roles(source: Any, destination: Any, named: Mapping[str, str] | None 
     A special that plays two roles (bos = eos) is paired once, by the first: no id comes twice on either side.
 
     Raises:
-        VocabularyMismatch: `named` speaks of a token that a side does not have.
+        VocabularyMismatch: `named` speaks of a token that a side does not have, or that is text there.
     """
     ours, theirs = special_roles(source), special_roles(destination)
     candidates = [
@@ -243,4 +243,8 @@ def _token_id(tokenizer: Any, text: str) -> int:
     token_id = backend_of(tokenizer).token_to_id(text)
     if token_id is None:
         raise VocabularyMismatch(f"special_roles names {text!r}, which {describe(tokenizer)} does not have.")
+    if token_id not in backend_of(tokenizer).get_added_tokens_decoder():
+        raise VocabularyMismatch(
+            f"special_roles names {text!r}, an ordinary token of {describe(tokenizer)}: its bytes say what it is."
+        )
     return token_id

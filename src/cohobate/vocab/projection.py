@@ -127,10 +127,10 @@ class Projection:
             raise VocabularyMismatch(f"there is no projection at {path}. {_REBUILD}")
         try:
             with safe_open(path, framework="numpy") as file:
-                header = json.loads((file.metadata() or {})["projection"])
-                size = header.pop("teacher_vocab_size")
+                header = dict(json.loads((file.metadata() or {})["projection"]))
+                size = int(header.pop("teacher_vocab_size"))
                 arrays = {name: file.get_tensor(name) for name in ("indices", "weights", "exact")}
-        except (SafetensorError, json.JSONDecodeError, KeyError) as error:
+        except (SafetensorError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise VocabularyMismatch(f"{path} is no projection ({error}). {_REBUILD}") from error
         made = cls(**arrays, teacher_vocab_size=size, header=header)
         made._check_numbers()
@@ -157,18 +157,24 @@ class Projection:
             )
         sides = {"student": Vocabulary.of(student_tokenizer), "teacher": Vocabulary.of(teacher_tokenizer)}
         if (
-            self.header["student_fingerprint"] == sides["teacher"].fingerprint
-            and self.header["teacher_fingerprint"] == sides["student"].fingerprint
+            self.header.get("student_fingerprint") == sides["teacher"].fingerprint
+            and self.header.get("teacher_fingerprint") == sides["student"].fingerprint
             and sides["student"].fingerprint != sides["teacher"].fingerprint
         ):
             raise VocabularyMismatch("the projection goes from teacher to student: the two sides are swapped.")
+        widths = {"student": self.student_vocab_size, "teacher": self.teacher_vocab_size}
         for side, vocabulary in sides.items():
             for name, value in (("fingerprint", vocabulary.fingerprint), ("merges", vocabulary.merges)):
-                if self.header[f"{side}_{name}"] != value:
+                if self.header.get(f"{side}_{name}") != value:
                     raise VocabularyMismatch(
                         f"the projection's {side}_{name} is not that of the {side}'s tokenizer {vocabulary.name}: it "
                         f"was built from another one, or the tokenizer has changed since. {_REBUILD}"
                     )
+            if widths[side] != len(vocabulary.pieces):
+                raise VocabularyMismatch(
+                    f"the projection has {widths[side]} {side} ids, the {side}'s tokenizer {vocabulary.name} "
+                    f"{len(vocabulary.pieces)}. {_REBUILD}"
+                )
         self._check_numbers()
 
     @cached_property
@@ -192,14 +198,24 @@ class Projection:
                 f"a projection has indices and weights [Vs, k] and exact [Vs], got {list(rows)}, "
                 f"{list(self.weights.shape)} and {list(self.exact.shape)}."
             )
+        kinds = "".join(x.dtype.kind for x in (self.indices, self.weights, self.exact))
+        if kinds != "ifb":
+            raise VocabularyMismatch(
+                "a projection has integer indices, floating weights and boolean exact, got "
+                f"{self.indices.dtype}, {self.weights.dtype} and {self.exact.dtype}."
+            )
         used = self.indices >= 0
+        if (used[:, 1:] > used[:, :-1]).any():
+            raise VocabularyMismatch("a row of a projection has its entries in front, and -1 only behind them.")
         if self.indices.size and self.indices.max() >= self.teacher_vocab_size:
             raise VocabularyMismatch(
                 f"the projection names teacher id {self.indices.max()}, but the teacher has {self.teacher_vocab_size}."
             )
         if (self.weights[~used] != 0).any() or (self.weights < 0).any():
             raise VocabularyMismatch("a projection's weights are >= 0, and 0 where its index is -1.")
-        bad = np.flatnonzero(used.any(1) & (np.abs(self.weights.sum(1) - 1) > 1e-6))
+        if (np.diff(self.weights, axis=1) > 1e-9).any():
+            raise VocabularyMismatch("the weights of a projection's row descend: the first entry is the heaviest.")
+        bad = np.flatnonzero(used.any(1) & ~(np.abs(self.weights.sum(1) - 1) <= 1e-6))  # NaN is no sum either
         if len(bad):
             raise VocabularyMismatch(f"row {bad[0]} of the projection adds up to {self.weights[bad[0]].sum()}, not 1.")
         if self.exact.any() and not (used[self.exact].sum(1) == 1).all():

@@ -182,17 +182,18 @@ def _read(path: Path, name: str, *, both: bool) -> SubtokenTable:
                     f"{path} holds {', '.join(found) or 'no sub-token table'}, not {name}: a pair needs both "
                     f"directions. {_REBUILD}"
                 )
-            table = SubtokenTable(
-                ids=file.get_tensor(f"{wanted}.ids"),
-                offsets=file.get_tensor(f"{wanted}.offsets"),
-                header=json.loads(headers[wanted]),
-            )
+            ids, offsets = (file.get_tensor(f"{wanted}.{part}") for part in ("ids", "offsets"))
+            header = json.loads(headers[wanted])
     except (SafetensorError, json.JSONDecodeError) as error:
         raise VocabularyMismatch(f"{path} is no sub-token table ({error}). {_REBUILD}") from error
-    steps = np.diff(table.offsets)
-    if table.offsets.size == 0 or table.offsets[0] != 0 or (steps < 0).any() or table.offsets[-1] != table.ids.size:
+    if not isinstance(header, dict) or any(x.dtype != np.int32 or x.ndim != 1 for x in (ids, offsets)):
+        raise VocabularyMismatch(
+            f"{path} is no sub-token table: {name} needs int32 ids and offsets, one row each, and a header with "
+            f"fields. {_REBUILD}"
+        )
+    if offsets.size == 0 or offsets[0] != 0 or (np.diff(offsets) < 0).any() or offsets[-1] != ids.size:
         raise VocabularyMismatch(f"{path} is damaged: its {name} rows do not fit its ids. {_REBUILD}")
-    return table
+    return SubtokenTable(ids=ids, offsets=offsets, header=header)
 
 
 def _check_header(name: str, header: Mapping[str, Any], source: _Side, destination: _Side) -> None:
@@ -200,6 +201,9 @@ def _check_header(name: str, header: Mapping[str, Any], source: _Side, destinati
         raise VocabularyMismatch(f"{name} was made by from_chains and says nothing of its tokenizers. {_REBUILD}")
     if header.get("format_version") != 1:
         raise VocabularyMismatch(f"{name} has format version {header.get('format_version')}, not 1. {_REBUILD}")
+    roles = header.get("roles")
+    if not isinstance(roles, list) or not all(isinstance(role, list) and len(role) == 3 for role in roles):
+        raise VocabularyMismatch(f"{name} does not say which specials play which role. {_REBUILD}")
     found = {
         "source_fingerprint": (source, source[1].fingerprint),
         "destination_fingerprint": (destination, destination[1].fingerprint),

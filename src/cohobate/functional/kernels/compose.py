@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from cohobate.functional.logprobs import upcast
+from cohobate.functional.logprobs import gather_last, wide_dtype
 from cohobate.functional.moments import WHOLE, Shards, pair_moments
 
 Scales = tuple[float, float]  # of the student's and of the teacher's raw logits
@@ -30,7 +30,7 @@ def divergence_of_passes(
 
     Exchanges one maximum, one sum and one `largest`; for 0 < beta < 1 one more sum.
     """
-    agreement = _best(passes, student, teacher, shards)
+    agreement = _top1_agreement(passes, student, teacher, shards)
     maxima, sums = passes.pair_sums(student, teacher, scales)
     read = pair_moments(maxima, sums, shards)
     if beta == 0.0:
@@ -47,21 +47,18 @@ def divergence_of_passes(
     return torch.stack([value, *entropies, agreement.to(value.dtype), read.forward_kl, read.reverse_kl])
 
 
-def _best(passes: ModuleType, student: Tensor, teacher: Tensor, shards: Shards) -> Tensor:
+def _top1_agreement(passes: ModuleType, student: Tensor, teacher: Tensor, shards: Shards) -> Tensor:
     """Whether both sides' largest logit is the same token's: `[n]`, bool."""
     if shards is WHOLE:
         return passes.argmax(student) == passes.argmax(teacher)
-    # The same dtype on every shard, also on an empty one.
-    wide = torch.promote_types(upcast(student[:0]).dtype, upcast(teacher[:0]).dtype)
+    wide = wide_dtype(student, teacher)  # the same on every shard, also on an empty one
     if student.shape[-1] == 0:  # never wins
         ids = torch.zeros(2 * student.shape[0], dtype=torch.int64, device=student.device)
         values = torch.full(ids.shape, -torch.inf, dtype=wide, device=student.device)
     else:
         best = [passes.argmax(x) for x in (student, teacher)]
         ids = torch.cat(best)
-        values = torch.cat(
-            [x.gather(-1, i[:, None]).squeeze(-1).to(wide) for x, i in zip((student, teacher), best, strict=True)]
-        )
+        values = torch.cat([gather_last(x, i).to(wide) for x, i in zip((student, teacher), best, strict=True)])
     _, winners = shards.largest(values, ids)
     ours, theirs = winners.chunk(2)
     return ours == theirs

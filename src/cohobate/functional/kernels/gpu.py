@@ -21,6 +21,7 @@ from torch import Tensor
 from cohobate.functional.kernels import gpu_rows as rows
 from cohobate.functional.kernels import plain
 from cohobate.functional.kernels.compose import Scales
+from cohobate.functional.logprobs import wide_dtype
 
 # Ids that a program reads at a time, by 8 warps of 32 threads: 8 ids a thread. So a thread loads 16 bytes or more at
 # once, and its partial sums (six an id) leave room in the registers of an H100 for two programs a multiprocessor: one
@@ -146,7 +147,7 @@ def _launch(kernel: Any, num_rows: int, *arguments: Any, **options: Any) -> None
     if num_rows == 0:
         return
     tiles = [x for x in arguments if isinstance(x, Tensor)]
-    wide = rows.DOUBLE if any(x.dtype == torch.float64 for x in tiles) else rows.SINGLE
+    wide = rows.DOUBLE if wide_dtype(*tiles) == torch.float64 else rows.SINGLE
     block = min(BLOCK, 1 << max(4, (tiles[0].shape[1] - 1).bit_length()))  # a power of two
     with torch.cuda.device_of(tiles[0]) if tiles[0].is_cuda else nullcontext():
         kernel[(num_rows,)](*arguments, **options, ACC=wide, BLOCK=block, **OPTIONS)
@@ -159,8 +160,7 @@ def _sizes(*tiles: Tensor) -> tuple[int, ...]:
 
 def _numbers(count: int, num_rows: int, *tiles: Tensor) -> Tensor:
     """Room for `[count, n]` results."""
-    wide = torch.float64 if any(x.dtype == torch.float64 for x in tiles) else torch.float32
-    return torch.empty(count, num_rows, dtype=wide, device=tiles[0].device)
+    return torch.empty(count, num_rows, dtype=wide_dtype(*tiles), device=tiles[0].device)
 
 
 def _kind(beta: float) -> int:
