@@ -523,3 +523,14 @@ def test_a_beta_outside_the_unit_interval_and_integers_are_refused():
         fused(replace(problem(32), teacher_hidden=torch.zeros(N, HT).long()), 0.5)
     with pytest.raises(ValueError, match=r"target_ids must be \[N\] = \[7\], got \[6\]"):
         fused_linear_logprobs(problem(32).hidden, problem(32).weight, torch.zeros(6).long())
+
+
+def test_float16_logits_beyond_its_range_are_as_float32s():
+    """A product of 1e5 is no float16; the divergence between such rows is a number all the same."""
+    hidden, weight = torch.full((2, 4), 200.0).half(), torch.zeros(5, 4).half()
+    weight[1] = 200.0
+    student = hidden.clone().requires_grad_()
+    out = fused_linear_divergence(student, weight, -hidden, weight, beta=0.5)
+    assert out.loss_sum.isfinite()
+    wide = fused_linear_divergence(hidden.float(), weight.float(), -hidden.float(), weight.float(), beta=0.5)
+    torch.testing.assert_close(out.divergence, wide.divergence)

@@ -120,6 +120,10 @@ def _wide_product(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
     if hidden.dtype.itemsize > 2:
         out.copy_(hidden @ weight.T)
         return
+    if hidden.dtype == torch.float16 and hidden.device.type == "cpu":  # above 65504 a float16 product is infinite
+        for ids in _blocks(weight.shape[0]):
+            out[:, ids] = hidden.float() @ weight[ids].float().T
+        return
     if hidden.device.type == "cuda" and out.dtype == torch.float32:
         torch.mm(hidden, weight.T, out_dtype=torch.float32, out=out)
         return
@@ -171,11 +175,6 @@ def needed_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tup
     if not torch.is_grad_enabled():
         return (False, False, False)
     return (hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
-
-
-def wide_dtype(*tensors: Tensor) -> torch.dtype:
-    """float64 if any of `tensors` is, else float32: the dtype of everything but the matrix products."""
-    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
 def rows_per_chunk(

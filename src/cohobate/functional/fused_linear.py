@@ -25,13 +25,13 @@ from cohobate.functional.chunked_head import (
     row_chunks,
     rows_per_chunk,
     scaled_for_backward,
-    wide_dtype,
 )
 from cohobate.functional.divergences import check_beta
 from cohobate.functional.kernels import kernels_for
 from cohobate.functional.kernels.compose import divergence_of_passes
-from cohobate.functional.logprobs import check_temperature, product_dtype
+from cohobate.functional.logprobs import check_temperature, product_dtype, wide_dtype
 from cohobate.functional.moments import WHOLE, Shards
+from cohobate.functional.reduce import weigh
 from cohobate.functional.workspace import tile
 
 
@@ -207,7 +207,7 @@ class _FusedDivergence(torch.autograd.Function):
                     grads.add(rows, grad, hidden[rows].to(student.weight.dtype), student.weight, weights)
         if partial and grads.hidden is not None:
             grads.hidden = plan.shards.sum(grads.hidden).to(hidden.dtype)
-        loss_sum = _weighted_sum(stats[0], plan.weights)
+        loss_sum = (stats[0] if plan.weights is None else weigh(stats[0], plan.weights)).sum()
         ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         details = stats.unbind(0)
@@ -278,7 +278,3 @@ def _divergence_tile(
 def _gradient_tile(student: Tensor, dtype: torch.dtype) -> Tensor:
     """Where the gradient in the products' dtype goes: over `student [n, V]`, if narrower in its rows' first part."""
     return student if student.dtype == dtype else student.view(dtype)[:, : student.shape[1]]
-
-
-def _weighted_sum(values: Tensor, weights: Tensor | None) -> Tensor:
-    return values.sum() if weights is None else torch.where(weights == 0, 0.0, values * weights).sum()

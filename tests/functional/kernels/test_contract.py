@@ -154,6 +154,33 @@ def test_nearly_identical_sides_keep_their_digits(beta: float):
         torch.testing.assert_close(six[0].double(), exact[0], rtol=5e-3, atol=1e-10)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("width", [49_152, 50_257])
+def test_sums_over_a_real_vocabulary_keep_their_digits(beta: float, width: int):
+    """A float32 sum over the whole row is wrong in the fifth digit."""
+    s, t = tiles(torch.float32, 3.0, width=width)
+    got, want = torch.empty_like(s), torch.empty(s.shape, dtype=torch.float64)
+    ones = torch.ones(N)
+    six = cpu.divergence_rows(s, t, beta, ones, got)
+    exact = plain.divergence_rows(s.double(), t.double(), beta, ones.double(), want)
+    torch.testing.assert_close(six.double(), exact, rtol=4e-6, atol=0)
+    assert (got - want).norm() < 8e-6 * want.norm()
+
+
+@backend
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("offset", [-12.0, -1.5, 0.9, 12.0])
+def test_a_constant_added_to_one_sides_logits_changes_nothing(kernels: ModuleType, beta: float, offset: float):
+    s, t = tiles()
+    t = t + offset
+    out = torch.empty_like(s)
+    six = kernels.divergence_rows(s, t, beta, torch.ones(N), out)
+    torch.testing.assert_close(six.double(), definition(s, t, beta, (1.0, 1.0)), rtol=1e-4, atol=1e-5)
+    moved = torch.empty_like(s)
+    kernels.divergence_rows(s, t - offset, beta, torch.ones(N), moved)
+    torch.testing.assert_close(out, moved, rtol=1e-4, atol=1e-6)
+
+
 @backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("beta", BETAS)
