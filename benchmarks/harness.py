@@ -124,8 +124,18 @@ class Worker:
         self._log.close()
 
 
-def measure(module: str, cases: Sequence[Case], *, rounds: int, say: Callable[[str], None]) -> list[Measured]:
-    """Every case by every implementation it names; one rotation a case, and workers that live through all cases."""
+def measure(
+    module: str,
+    cases: Sequence[Case],
+    *,
+    rounds: int,
+    say: Callable[[str], None],
+    after_case: Callable[[list[Measured]], None] = lambda results: None,
+) -> list[Measured]:
+    """Every case by every implementation it names; one rotation a case, and workers that live through all cases.
+
+    `after_case` gets all results so far each time.
+    """
     results = []
     with tempfile.TemporaryDirectory() as folder:
         workers: dict[str, Worker] = {}
@@ -136,6 +146,7 @@ def measure(module: str, cases: Sequence[Case], *, rounds: int, say: Callable[[s
                     if name in _implementations(module) and name not in workers:
                         workers[name] = Worker(module, name, Path(folder))
                 results += _rotation(case, workers, Path(folder), rounds, say)
+                after_case(results)
                 for name in [n for n, w in workers.items() if not w.implementation.lives_on]:
                     workers.pop(name).close()
         finally:

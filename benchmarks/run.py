@@ -63,12 +63,22 @@ def main() -> None:
             continue
         machine = tables.machine()
         rounds = arguments.rounds or (3 if arguments.quick else section.rounds)
-        found = measure(section.module.__name__, cases, rounds=rounds, say=partial(print, flush=True))
-        parts = [section.render(found), tables.agreement(found), f"{machine} {rounds} rounds."]
-        text = "\n\n".join(part for part in parts if part)
-        print(f"\n## {name}\n\n{text}\n", flush=True)
-        if not arguments.quick and arguments.case is None:
-            tables.put(PAGE, name, text)
+        renew = partial(
+            _renew, name, section, f"{machine} {rounds} rounds.", write=not (arguments.quick or arguments.case)
+        )
+        found = measure(
+            section.module.__name__, cases, rounds=rounds, say=partial(print, flush=True), after_case=renew
+        )
+        print(f"\n## {name}\n\n{renew(found)}\n", flush=True)
+
+
+def _renew(name: str, section: Section, conditions: str, found: Sequence[Measured], *, write: bool) -> str:
+    """Put what was measured so far into the page: some sections take long. Returns the text."""
+    parts = [section.render(found), tables.agreement(found), conditions]
+    text = "\n\n".join(part for part in parts if part)
+    if write:
+        tables.put(PAGE, name, text)
+    return text
 
 
 if __name__ == "__main__":
