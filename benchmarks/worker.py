@@ -47,6 +47,8 @@ class _Session:
         return {"peak": self._gpu_peak() if self.device == "cuda" else self._cpu_peak()}
 
     def _cpu_peak(self) -> int | None:
+        if ours := sys.modules.get("cohobate.functional.workspace"):
+            ours.release_workspace()  # tiles kept from the case before would not be counted
         base = start_peak()
         self.job.run()
         if base is not None and getattr(self.job, "whole_process", False):
