@@ -6,7 +6,16 @@ import dataclasses
 import pytest
 import torch
 
-from cohobate.align import AlignedBatch, AlignedSide, RolloutBatch, RolloutRequest, SamplingConfig, TeacherContext
+from cohobate.align import (
+    AlignedBatch,
+    AlignedSide,
+    RolloutBatch,
+    RolloutRequest,
+    SamplingConfig,
+    TeacherContext,
+    TeacherSide,
+    align_bytes,
+)
 
 
 def test_a_rollout_whose_mask_has_another_width_is_refused_with_both_shapes():
@@ -95,11 +104,27 @@ def test_an_aligned_batch_with_a_field_of_another_length_is_refused(field):
         aligned(**{field: torch.ones(4)})
 
 
-def test_sides_with_different_numbers_of_predictions_need_chunks():
-    one_more = AlignedSide(model_inputs={}, pair_index=torch.arange(4))
+def teacher_side(num_pairs=4, chunks=None) -> TeacherSide:
+    ids = torch.arange(num_pairs)
+    return TeacherSide(
+        model_inputs={"input_ids": ids[None]}, pair_index=ids, target_ids=ids, row=ids * 0, chunks=chunks
+    )
+
+
+def test_only_teachers_with_chunks_may_have_another_number_of_predictions():
     with pytest.raises(ValueError, match=r"teacher.pair_index must have shape \[N\] = \[3\], got \[4\]"):
-        aligned(teacher=one_more)
-    assert aligned(teacher=one_more, chunks=(None, None)).num_pairs == 3
+        aligned(teacher=teacher_side())
+    with pytest.raises(ValueError, match=r"teachers\[0\] has no chunks, .* it has 4 and the student 3"):
+        aligned(teacher=teacher_side(), teachers=(teacher_side(),))
+    chunked = teacher_side(chunks=align_bytes([b"a", b"b", b"c"], [b"a", b"b", b"", b"c"]))
+    assert aligned(teacher=chunked, teachers=(chunked,)).num_pairs == 3
+
+
+def test_each_of_several_teachers_is_given_its_own_side():
+    sides = (teacher_side(3), teacher_side(3))
+    batch = aligned(teachers=sides)
+    assert batch.for_teacher(1).teacher is sides[1]
+    assert batch.for_teacher(1).teachers == sides
 
 
 def test_every_row_of_an_aligned_batch_has_a_name():
@@ -108,10 +133,12 @@ def test_every_row_of_an_aligned_batch_has_a_name():
 
 
 def test_moving_an_aligned_batch_moves_every_tensor_and_keeps_the_rest():
-    batch = aligned(sampler_logprobs=torch.zeros(3), chunks=("a", "b"))
+    batch = aligned(sampler_logprobs=torch.zeros(3), teachers=(teacher_side(3),))
     moved = batch.to("meta")
     tensors = [moved.student.pair_index, moved.teacher.pair_index, moved.student.model_inputs["input_ids"]]
     tensors += [v for f in dataclasses.fields(moved) if isinstance(v := getattr(moved, f.name), torch.Tensor)]
-    assert len(tensors) == 3 + 5
+    tensors += [moved.teachers[0].pair_index, moved.teachers[0].target_ids, moved.teachers[0].row]
+    tensors += moved.teachers[0].model_inputs.values()
+    assert len(tensors) == 3 + 5 + 4
     assert all(t.device.type == "meta" for t in tensors)
-    assert (moved.sample_ids, moved.chunks) == (batch.sample_ids, batch.chunks)
+    assert moved.sample_ids == batch.sample_ids

@@ -60,10 +60,6 @@ def example_chunks() -> Chunks:
     return align_bytes(student, teacher, student_roles=roles, teacher_roles=roles)
 
 
-def following(made: World) -> Tensor:
-    return ids(made.teacher_ids).roll(-1)
-
-
 @pytest.mark.parametrize(
     ("options", "k", "temperature", "chunks", "kd"),
     [
@@ -87,7 +83,7 @@ def following(made: World) -> Tensor:
 def test_the_published_example(options: dict[str, Any], k: int | None, temperature: float, chunks: str, kd: float):
     teacher: Any = logs(TEACHER_ROWS)
     if k is not None:
-        teacher = top_k_scores(teacher, k, following(EXAMPLE), temperature=temperature)
+        teacher = top_k_scores(teacher, ids(EXAMPLE.teacher_ids), k, temperature=temperature)
     out = common_support_divergence(
         logs(STUDENT_ROWS),
         ids(EXAMPLE.student_ids),
@@ -164,7 +160,7 @@ def test_value_and_gradient_are_the_definition(seed: int, beta: float):
     student, teacher, chunks = case(seed, made)
     rng = list(itertools.product([True, False], [True, False], [1, 2, 3], [None, 1, 4], [False, True]))
     keep, realized_only, min_support, k, evict = rng[(seed * 7 + int(beta * 10)) % len(rng)]
-    scores = teacher if k is None else top_k_scores(teacher, k, following(made), temperature=1.25)
+    scores = teacher if k is None else top_k_scores(teacher, ids(made.teacher_ids), k, temperature=1.25)
     value, grad, _ = ours(
         student,
         scores,
@@ -214,7 +210,7 @@ def test_keeping_every_id_is_the_dense_teacher_for_each_setting(seed: int, keep:
     student, teacher, chunks = case(seed, made)
     options: dict[str, Any] = {"keep_realized": keep, "min_support": min_support}
     dense = ours(student, teacher, made, chunks, **options)
-    kept = ours(student, top_k_scores(teacher, len(made.teacher), following(made)), made, chunks, **options)
+    kept = ours(student, top_k_scores(teacher, ids(made.teacher_ids), len(made.teacher)), made, chunks, **options)
     torch.testing.assert_close(kept[0], dense[0], atol=1e-12, rtol=1e-9)
     torch.testing.assert_close(kept[1], dense[1], atol=1e-12, rtol=1e-9)
 
@@ -223,7 +219,7 @@ def test_keeping_every_id_is_the_dense_teacher_for_each_setting(seed: int, keep:
 def test_gradcheck(beta: float):
     made = csd_oracle.world(3, length=10)
     student, teacher, chunks = case(3, made)
-    scores = top_k_scores(teacher, 4, following(made))
+    scores = top_k_scores(teacher, ids(made.teacher_ids), 4)
 
     def value(logits: Tensor, teacher: Any) -> Tensor:
         return common_support_divergence(
@@ -280,7 +276,7 @@ def test_rows_of_chunks_that_the_caller_drops_may_hold_anything(k: int | None):
 
     def gradient(logits: Tensor) -> Tensor:
         leaf = logits.clone().requires_grad_()
-        scores: Any = teacher if k is None else top_k_scores(teacher, k, following(made))
+        scores: Any = teacher if k is None else top_k_scores(teacher, ids(made.teacher_ids), k)
         out = common_support_divergence(
             leaf, ids(made.student_ids), scores, ids(made.teacher_ids), chunks, tables_of(made)
         )
@@ -340,7 +336,7 @@ def test_options_that_do_not_fit_are_refused(change: dict[str, Any], message: st
     made = csd_oracle.world(0)
     student, teacher, chunks = case(0, made)
     with pytest.raises(ValueError, match=message):
-        ours(student, top_k_scores(teacher, 3, following(made)), made, chunks, **change)
+        ours(student, top_k_scores(teacher, ids(made.teacher_ids), 3), made, chunks, **change)
 
 
 def test_shapes_that_do_not_fit_are_refused():
@@ -378,7 +374,7 @@ def test_sides_of_two_dtypes_meet_in_the_wider(k: int | None):
     student, teacher, chunks = case(7, made)
 
     def scores(values: Tensor) -> Tensor | TopKScores:
-        return values if k is None else top_k_scores(values, k, following(made))
+        return values if k is None else top_k_scores(values, ids(made.teacher_ids), k)
 
     for s, t in ((student, teacher.float()), (student.float(), teacher)):
         value, grad, _ = ours(s, scores(t), made, chunks)
@@ -392,7 +388,7 @@ def test_sides_of_two_dtypes_meet_in_the_wider(k: int | None):
 def test_ids_may_be_of_any_integer_dtype_and_must_be_ids(k: int | None):
     made = csd_oracle.world(7)
     student, teacher, chunks = case(7, made)
-    scores = teacher if k is None else top_k_scores(teacher, k, following(made))
+    scores = teacher if k is None else top_k_scores(teacher, ids(made.teacher_ids), k)
     of_student, of_teacher = ids(made.student_ids), ids(made.teacher_ids)
 
     def value(a: Tensor, b: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def as_hidden(scores: DenseScores) -> HiddenScores:
 
 def as_top_k(teacher: HiddenScores, k: int, temperature: float = 1.0) -> TopKScores:
     logits = teacher.logits().detach()
-    return top_k_scores(logits, k, torch.zeros(logits.shape[0], dtype=torch.int64), temperature=temperature)
+    return top_k_scores(logits, torch.zeros(logits.shape[0], dtype=torch.int64), k, temperature=temperature)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])

@@ -112,7 +112,7 @@ def test_the_value_is_the_weighted_k1_estimate_and_the_metrics_are_means_over_pa
 def test_every_kind_of_teacher_scores_gives_the_same_loss():
     batch = batch_of([2, 3])
     student, teacher = hidden_scores(5, 1), hidden_scores(5, 2)
-    top = top_k_scores(teacher.logits(), 2, batch.target_ids, temperature=2.0)
+    top = top_k_scores(teacher.logits(), batch.target_ids, 2, temperature=2.0, rows="pairs")
     sampled = SampledScores(logprobs=drawn_under(teacher, batch.target_ids))
     want = float(PolicyGradientObjective()(student, teacher, batch).terms["pg"].sum)
     for scores in (dense_of(teacher), top, sampled):

@@ -9,6 +9,7 @@ from cohobate.align.rollout import (
     RolloutBatch,
     RolloutRequest,
     SamplingConfig,
+    TeacherSide,
 )
 from cohobate.align.rollout_ops import completion_mask, concat_rollouts, select_rows
 from cohobate.align.spans import Chunks, align_bytes, align_regions, common_truncation
@@ -24,6 +25,7 @@ __all__ = [
     "RolloutRequest",
     "SamplingConfig",
     "TeacherContext",
+    "TeacherSide",
     "align_bytes",
     "align_regions",
     "align_rollout_logits",

@@ -7,12 +7,13 @@ contiguous run, boundaries) are checked where they first decide something, in th
 aligned pairs.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from cohobate.align.spans import Chunks
 
 
 def check_shapes(owner: str, **fields: tuple[Tensor | None, str]) -> None:
@@ -110,8 +111,33 @@ class AlignedSide:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherSide(AlignedSide):
+    """The forward pass of one of several teachers, or of one with its own tokenizer: M predictions of its own tokens.
+
+    A prediction is counted by what it predicts: chunk `(s0, s1, t0, t1)` says that the tokens which student pairs
+    `s0 .. s1 - 1` and teacher pairs `t0 .. t1 - 1` predict spell the same bytes. Chunks never span two rows.
+    """
+
+    target_ids: Tensor  # [M] int64: the teacher's own tokens
+    row: Tensor  # [M] int64 in [0, B), non-decreasing
+    chunks: Chunks | None = None  # [C] over both sides' pairs; None: one tokenizer, so M = N, pair by pair
+
+    def __post_init__(self) -> None:
+        check_shapes(
+            "TeacherSide",
+            pair_index=(self.pair_index, "M"),
+            target_ids=(self.target_ids, "M"),
+            row=(self.row, "M"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AlignedBatch:
-    """N aligned pairs: student position i and teacher position i predict the same token."""
+    """N aligned pairs: student position i and teacher position i predict the same token.
+
+    Where teachers have tokenizers of their own, or are several, `teachers` holds what each of them reads, and its
+    chunks say which predictions belong together; `teacher` is then the one that is to score.
+    """
 
     student: AlignedSide
     teacher: AlignedSide
@@ -121,11 +147,10 @@ class AlignedBatch:
     is_sampled: Tensor  # [B] bool: the completion is the student's own, not recorded
     sample_ids: tuple[str, ...]  # [B] durable names of the rows, for messages and logs
     sampler_logprobs: Tensor | None = None  # [N] float32 under the policy that drew the token
-    chunks: Sequence[Any] | None = field(default=None)  # per row, for two vocabularies
+    teachers: tuple[TeacherSide, ...] = ()  # in the teachers' order; empty: one teacher with the student's tokenizer
 
     def __post_init__(self) -> None:
-        # With two vocabularies the sides hold different numbers of predictions, and chunks say which belong together.
-        same_tokens = self.chunks is None
+        same_tokens = not self.teachers  # else the sides may hold different numbers of predictions
         check_shapes(
             "AlignedBatch",
             target_ids=(self.target_ids, "N"),
@@ -141,6 +166,16 @@ class AlignedBatch:
                 f"AlignedBatch.sample_ids must name every row: {self.is_sampled.shape[0]} rows, "
                 f"{len(self.sample_ids)} names."
             )
+        for i, side in enumerate(self.teachers):
+            if side.chunks is None and side.pair_index.shape != self.target_ids.shape:
+                raise ValueError(
+                    f"AlignedBatch.teachers[{i}] has no chunks, so each of its predictions belongs to one of the "
+                    f"student's, but it has {side.pair_index.shape[0]} and the student {self.num_pairs}."
+                )
+
+    def for_teacher(self, i: int) -> "AlignedBatch":
+        """The batch as teacher `i` of several is to score it."""
+        return replace(self, teacher=self.teachers[i])
 
     @property
     def num_pairs(self) -> int:
@@ -153,18 +188,12 @@ class AlignedBatch:
     def to(self, device: torch.device | str) -> "AlignedBatch":
         """The same batch with every tensor on `device`."""
 
-        def side(s: AlignedSide) -> AlignedSide:
-            inputs = {name: value.to(device) for name, value in s.model_inputs.items()}
-            return AlignedSide(model_inputs=inputs, pair_index=s.pair_index.to(device))
+        def moved(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.to(device)
+            if isinstance(value, AlignedSide):
+                return replace(value, **{f.name: moved(getattr(value, f.name)) for f in fields(value)})
+            return {name: moved(inner) for name, inner in value.items()} if isinstance(value, dict) else value
 
-        return AlignedBatch(
-            student=side(self.student),
-            teacher=side(self.teacher),
-            target_ids=self.target_ids.to(device),
-            weights=self.weights.to(device),
-            row=self.row.to(device),
-            is_sampled=self.is_sampled.to(device),
-            sample_ids=self.sample_ids,
-            sampler_logprobs=None if self.sampler_logprobs is None else self.sampler_logprobs.to(device),
-            chunks=self.chunks,
-        )
+        there = {f.name: moved(getattr(self, f.name)) for f in fields(self)}
+        return replace(self, **there | {"teachers": tuple(map(moved, self.teachers))})

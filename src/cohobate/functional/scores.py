@@ -6,6 +6,7 @@ so an objective sees both sides in the same words. Logits are raw: before the te
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import Tensor
 
@@ -113,21 +114,52 @@ class SampledScores:
     temperature: float = 1.0
 
 
-TeacherScores = HiddenScores | DenseScores | TopKScores | SampledScores
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeveralScores:
+    """What several teachers say of one batch, in their order; each of its own predictions."""
+
+    scores: tuple["OneTeacherScores", ...]
 
 
-def top_k_scores(logits: Tensor, k: int, target_ids: Tensor, *, temperature: float = 1.0) -> TopKScores:
-    """Keep the `k` largest of raw `logits [N, V]`, ties to the lower id, and the logit of `target_ids [N]`; detached.
+OneTeacherScores = HiddenScores | DenseScores | TopKScores | SampledScores
+TeacherScores = OneTeacherScores | SeveralScores
 
-    No second `[N, V]` is made.
+Rows = Literal["text", "pairs"]
+"""Which token row p of some logits predicts, given ids: of a text, `ids[p + 1]`; of aligned pairs, `ids[p]`."""
+
+
+def realized_ids(ids: Tensor, rows: Rows) -> Tensor:
+    """The token that each row predicts, `[N]`; of a text's last row, which predicts none of `ids`, it means nothing.
+
+    Raises:
+        ValueError: `rows` is neither "text" nor "pairs".
     """
-    vocab_size = logits.shape[-1]
+    if rows not in ("text", "pairs"):
+        raise ValueError(f"rows must be 'text' (row p predicts id p + 1) or 'pairs' (row p, id p), got {rows!r}.")
+    return ids if rows == "pairs" else ids.roll(-1)
+
+
+def top_k_scores(
+    teacher_logits: Tensor, teacher_ids: Tensor, k: int, *, temperature: float = 1.0, rows: Rows = "text"
+) -> TopKScores:
+    """Keep the `k` largest of raw `teacher_logits [N, V]`, ties to the lower id, and the logit of the realized token.
+
+    Args:
+        teacher_ids: `[N]` the tokens of the text, whose row p predicts token p + 1; with `rows="pairs"` the token that
+            each row predicts.
+        temperature: of the normaliser that is kept beside that at temperature 1.
+
+    Everything is detached, and no second `[N, V]` is made.
+    """
+    vocab_size = teacher_logits.shape[-1]
     if not 1 <= k <= vocab_size:
         raise ValueError(f"k must be in [1, {vocab_size}], got {k}.")
-    if target_ids.shape != logits.shape[:-1]:
-        raise ValueError(f"target_ids must be [N] = {list(logits.shape[:-1])}, got {list(target_ids.shape)}.")
+    if teacher_ids.shape != teacher_logits.shape[:-1]:
+        raise ValueError(
+            f"teacher_ids must be [N] = {list(teacher_logits.shape[:-1])}, got {list(teacher_ids.shape)}."
+        )
     check_temperature(temperature)
-    logits = logits.detach()
+    logits = teacher_logits.detach()
     ids = largest_entries(logits, k)[1].sort(dim=-1).values
 
     def normalizer(scale: float) -> Tensor:
@@ -139,7 +171,7 @@ def top_k_scores(logits: Tensor, k: int, target_ids: Tensor, *, temperature: flo
         logits=upcast(logits.gather(-1, ids)),
         log_normalizer=at_one if temperature == 1.0 else normalizer(1 / temperature),
         log_normalizer_t1=at_one,
-        realized_logit=upcast(gather_last(logits, target_ids)),
+        realized_logit=upcast(gather_last(logits, realized_ids(teacher_ids, rows))),
         temperature=temperature,
         vocab_size=vocab_size,
     )

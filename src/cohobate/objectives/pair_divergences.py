@@ -150,7 +150,7 @@ def _read_cut(
             s, t = _select(student, rows).logits(), _select(teacher, rows).logits()  # [n, V]
             scales = (1 / temperature, 1 / temperature)
             whole = kernels_for(s).divergence_rows(s, t, options.beta, scales=scales)  # [6, n]
-            scores = top_k_scores(t, options.top_k, t.argmax(-1), temperature=temperature)
+            scores = top_k_scores(t, t.argmax(-1), options.top_k, temperature=temperature, rows="pairs")
             parts.append((scores.ids, scores.logprobs(), whole))
     ids, logprobs = (torch.cat([part[i] for part in parts]) for i in (0, 1))
     _, _, teacher_entropy, _, forward, reverse = torch.cat([part[2] for part in parts], dim=-1)
@@ -183,7 +183,7 @@ def _read_rows(
                 divergence_terms(s, t, beta=options.beta), clip=options.clip, limit=options.clip_limit
             )
             return _pairs(value, clipped, s, best, seen_s, seen_t)
-        scores = top_k_scores(teacher_logits, options.top_k, best, temperature=temperature)
+        scores = top_k_scores(teacher_logits, best, options.top_k, temperature=temperature, rows="pairs")
         ids, kept = scores.ids, scores.logprobs()
     value = topk_divergence(logits, ids, kept, beta=options.beta, tail=options.tail, temperature=temperature)
     value, clipped = clip_divergence(value[:, None], clip=options.clip, limit=options.clip_limit)

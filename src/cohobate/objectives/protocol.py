@@ -19,7 +19,9 @@ from cohobate.errors import ConfigError, VocabularyMismatch
 from cohobate.functional.scores import (
     DenseScores,
     HiddenScores,
+    OneTeacherScores,
     SampledScores,
+    SeveralScores,
     TeacherScores,
     TopKScores,
 )
@@ -181,8 +183,8 @@ def check_scores(
     if accepts and not isinstance(teacher, accepts):
         wanted = " or ".join(kind.__name__ for kind in accepts)
         raise ConfigError(f"{name} accepts {wanted} of the teacher, got {type(teacher).__name__}.")
-    sides: dict[str, StudentScores | TeacherScores] = {"student": student}
-    if accepts and teacher is not None:
+    sides: dict[str, OneTeacherScores] = {"student": student}
+    if accepts and teacher is not None and not isinstance(teacher, SeveralScores):
         sides["teacher"] = teacher
     for side, scores in sides.items():
         num = _num_pairs(scores)
@@ -191,7 +193,7 @@ def check_scores(
                 f"the {side} scored {num} pairs but the batch has {batch.num_pairs}: select the rows of "
                 f"`batch.{side}.pair_index` before scoring."
             )
-    if not accepts or teacher is None or isinstance(teacher, SampledScores):
+    if not accepts or teacher is None or isinstance(teacher, SampledScores | SeveralScores):
         return
     if student.vocab_size != teacher.vocab_size:
         raise VocabularyMismatch(
@@ -206,7 +208,7 @@ def only_weighted(values: Tensor, weights: Tensor) -> Tensor:
     return torch.where(dead, values.detach(), values)
 
 
-def _num_pairs(scores: StudentScores | TeacherScores) -> int:
+def _num_pairs(scores: OneTeacherScores) -> int:
     if isinstance(scores, HiddenScores):
         return scores.hidden.shape[0]
     if isinstance(scores, DenseScores):
