@@ -218,7 +218,7 @@ def tied_model(*, tied: bool) -> dict[str, Any]:
 def message(call: Callable[[], Any]) -> str:
     try:
         call()
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         return str(error)
     return "nothing was raised"
 
@@ -248,6 +248,7 @@ def refusals() -> dict[str, str]:
         "tied DTensor": message(lambda: VocabParallelLMHead.from_linear(spread, group, tied=True)),
         "DTensor": "taken" if torch.equal(taken.weight, student.weight) else "wrong",
         "readers": message(lambda: check_head(model)),
+        "generate": message(lambda: model.generate(torch.ones(1, 2, dtype=torch.int64), max_new_tokens=1)),
         "degree": message(fused(whole)),
         "width": message(fused(cut)),
         "state": message(lambda: teacher.load_state_dict(other)),

@@ -95,6 +95,7 @@ def test_heads_that_are_not_split_alike_are_refused_on_every_rank_with_the_reaso
         assert "Padded heads over one tokenizer" in result["refusals"]["width"]
         assert "shard it again" in result["refusals"]["state"]
         assert "whose logits are no distribution" in result["refusals"]["readers"]
+        assert "Draw with vocab_parallel_sample" in result["refusals"]["generate"]
         assert "cannot stay tied" in result["refusals"]["tied DTensor"]
         assert result["refusals"]["DTensor"] == "taken"
 

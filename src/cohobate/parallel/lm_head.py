@@ -192,15 +192,26 @@ class VocabParallelLMHead(nn.Module):
 def shard_lm_head(model: nn.Module, tp_group: Group = None, *, vocab_size: int | None = None) -> VocabParallelLMHead:
     """Put this rank's shard in the place of a loaded model's output head, and return it.
 
-    A tied head stays tied. The model's logits are then `[B, T, V_local]`. Before saving: `head.to_linear()`, and
-    `model.set_output_embeddings` with it.
+    A tied head stays tied. The model's logits are then `[B, T, V_local]`, from which `model.generate` would draw each
+    rank's own tokens: it raises instead (`vocab_parallel_sample` draws from shards). Before saving: `head.to_linear()`
+    and `model.set_output_embeddings` with it.
     """
     whole: Any = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
     embedding: Any = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
     tied = getattr(embedding, "weight", None) is whole.weight
     head = VocabParallelLMHead.from_linear(whole, tp_group, vocab_size=vocab_size, tied=tied)
     model.set_output_embeddings(head)  # pyright: ignore[reportCallIssue]
+    if not head.is_whole:
+        model.generate = _refuse_to_generate  # pyright: ignore[reportAttributeAccessIssue]
     return head
+
+
+def _refuse_to_generate(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        "this model's output head is one rank's shard of the vocabulary, and generate would choose among that shard's "
+        "ids only. Draw with vocab_parallel_sample; or, with the whole head put back by "
+        "model.set_output_embeddings(head.to_linear()), `del model.generate`."
+    )
 
 
 def vocab_parallel_fused_divergence(
