@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cohobate.functional.projection import projected_kl
     from cohobate.functional.scores import top_k_scores
     from cohobate.functional.topk import topk_divergence
+    from cohobate.parallel.cross_tokenizer import vocab_parallel_common_support, vocab_parallel_projected_kl
     from cohobate.parallel.lm_head import VocabParallelLMHead, shard_lm_head, vocab_parallel_fused_divergence
     from cohobate.parallel.vocab import (
         vocab_parallel_cross_entropy,
@@ -67,12 +68,14 @@ _HOME = {
     "top_k_scores": "functional.scores",
     "topk_divergence": "functional.topk",
     "vocab_parallel_argmax": "parallel.vocab_topk",
+    "vocab_parallel_common_support": "parallel.cross_tokenizer",
     "vocab_parallel_cross_entropy": "parallel.vocab",
     "vocab_parallel_entropy": "parallel.vocab",
     "vocab_parallel_fused_divergence": "parallel.lm_head",
     "vocab_parallel_jsd": "parallel.vocab",
     "vocab_parallel_kl_div": "parallel.vocab",
     "vocab_parallel_logprobs": "parallel.vocab",
+    "vocab_parallel_projected_kl": "parallel.cross_tokenizer",
     "vocab_parallel_sample": "parallel.vocab_sample",
     "vocab_parallel_topk": "parallel.vocab_topk",
 }
@@ -107,12 +110,14 @@ __all__ = [
     "top_k_scores",
     "topk_divergence",
     "vocab_parallel_argmax",
+    "vocab_parallel_common_support",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_entropy",
     "vocab_parallel_fused_divergence",
     "vocab_parallel_jsd",
     "vocab_parallel_kl_div",
     "vocab_parallel_logprobs",
+    "vocab_parallel_projected_kl",
     "vocab_parallel_sample",
     "vocab_parallel_topk",
 ]

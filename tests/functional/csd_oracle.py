@@ -5,7 +5,7 @@ Also random worlds to try it on: two vocabularies over a few letters, their chai
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,24 +51,31 @@ def world(seed: int, *, letters: bytes = b"abc", extra: int = 9, length: int = 2
         rng.shuffle(made)
         return made
 
-    def tokens(vocabulary: list[bytes], text: bytes) -> list[int]:
-        ids = []
-        while text:
-            fitting = [i for i, t in enumerate(vocabulary) if text.startswith(t)]
-            ids.append(rng.choice(fitting))
-            text = text[len(vocabulary[ids[-1]]) :]
-        return ids
-
     student, teacher = vocabulary(), vocabulary()
     text = bytes(rng.choices(letters, k=length))
     return World(
         student,
         teacher,
-        tokens(student, text),
-        tokens(teacher, text),
+        tokens(rng, student, text),
+        tokens(rng, teacher, text),
         chains(student, teacher),
         chains(teacher, student),
     )
+
+
+def retold(made: World, text: bytes, seed: int) -> World:
+    """The same vocabularies and another text."""
+    rng = random.Random(seed)
+    return replace(made, student_ids=tokens(rng, made.student, text), teacher_ids=tokens(rng, made.teacher, text))
+
+
+def tokens(rng: random.Random, vocabulary: list[bytes], text: bytes) -> list[int]:
+    ids = []
+    while text:
+        fitting = [i for i, t in enumerate(vocabulary) if text.startswith(t)]
+        ids.append(rng.choice(fitting))
+        text = text[len(vocabulary[ids[-1]]) :]
+    return ids
 
 
 def support(

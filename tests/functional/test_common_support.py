@@ -4,6 +4,7 @@
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ def logs(rows: str) -> Tensor:
 
 
 def ids(values: list[int]) -> Tensor:
-    return torch.tensor(values)
+    return torch.tensor(values, dtype=torch.int64)
 
 
 def tables_of(made: World) -> SubtokenTables:
@@ -402,3 +403,103 @@ def test_ids_may_be_of_any_integer_dtype_and_must_be_ids(k: int | None):
         value(wrong, of_teacher)
     with pytest.raises(ValueError, match=r"the teacher's ids must be integers"):
         value(of_student, of_teacher.float())
+
+
+# ------------------------------------------------------------------ pair form
+
+
+def in_pairs(chunks: Chunks) -> Chunks:
+    """Chunks of a text as ranges of predictions: one place earlier, without those whose first token has no row."""
+    kept = (chunks.student_start >= 1) & (chunks.teacher_start >= 1)
+    names = ("student_start", "student_end", "teacher_start", "teacher_end")
+    return Chunks(**{name: getattr(chunks, name)[kept] - 1 for name in names})
+
+
+PAIR_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"beta": 0.0, "keep_realized": False},
+    {"beta": 1.0, "min_support": 2, "forced_mode": "evict"},
+    {"realized_only_mismatch": True},
+]
+
+
+@pytest.mark.parametrize("options", PAIR_OPTIONS, ids=str)
+@pytest.mark.parametrize("k", [None, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_pairs_are_the_text_one_place_earlier(seed: int, k: int | None, options: dict[str, Any]):
+    made = csd_oracle.world(seed)
+    student, teacher, chunks = case(seed, made)
+    assert (chunks.student_start == 0).any()  # a chunk that pairs cannot have
+    scores: Any = teacher if k is None else top_k_scores(teacher, ids(made.teacher_ids), k)
+    value, grad, _ = ours(student, scores, made, chunks, **options)
+    leaf, of_teacher = student[:-1].clone().requires_grad_(), teacher[:-1]
+    targets = ids(made.teacher_ids)[1:]
+    out = common_support_divergence(
+        leaf,
+        ids(made.student_ids)[1:],
+        of_teacher if k is None else top_k_scores(of_teacher, targets, k, rows="pairs"),
+        targets,
+        in_pairs(chunks),
+        tables_of(made),
+        rows="pairs",
+        **options,
+    )
+    assert out.scorable.all()
+    torch.testing.assert_close(out.divergence, value[1:], atol=0, rtol=0)
+    weights = torch.linspace(0.5, 2, len(chunks), dtype=torch.float64)[1:]
+    (pair_grad,) = torch.autograd.grad((out.divergence * weights).sum(), leaf)
+    torch.testing.assert_close(pair_grad, grad[:-1], atol=1e-15, rtol=1e-12)
+
+
+@pytest.mark.parametrize("k", [None, 3])
+def test_texts_end_to_end_are_texts_one_by_one(k: int | None):
+    """A last row of one text stands before a first token of the next, and predicts nothing of it."""
+    whole = csd_oracle.world(3, length=30)
+    cases = []
+    for seed, length in ((3, 9), (4, 0), (5, 14), (6, 5)):
+        text = csd_oracle.world(seed, length=length)
+        made = csd_oracle.retold(whole, b"".join(text.student[i] for i in text.student_ids), seed)
+        cases.append((made, *case(seed, made)))
+
+    def divergence_of(student: Tensor, made: list[World], teacher: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
+        leaf = student.clone().requires_grad_()
+        of_student = torch.cat([ids(m.student_ids)[1:] for m in made])
+        of_teacher = torch.cat([ids(m.teacher_ids)[1:] for m in made])
+        scores = teacher if k is None else top_k_scores(teacher, of_teacher, k, rows="pairs")
+        out = common_support_divergence(
+            leaf, of_student, scores, of_teacher, chunks, tables_of(whole), rows="pairs"
+        ).divergence
+        (grad,) = torch.autograd.grad(out.square().sum(), leaf)
+        return out.detach(), grad
+
+    apart = [divergence_of(s[:-1], [made], t[:-1], in_pairs(chunks)) for made, s, t, chunks in cases]
+    columns, shift = [], [0, 0]
+    for _, s, t, chunks in cases:
+        pairs = in_pairs(chunks)
+        columns.append(
+            [
+                pairs.student_start + shift[0],
+                pairs.student_end + shift[0],
+                pairs.teacher_start + shift[1],
+                pairs.teacher_end + shift[1],
+            ]
+        )
+        shift = [shift[0] + len(s[:-1]), shift[1] + len(t[:-1])]
+    names = ("student_start", "student_end", "teacher_start", "teacher_end")
+    joined = {name: np.concatenate(arrays) for name, arrays in zip(names, zip(*columns, strict=True), strict=True)}
+    value, grad = divergence_of(
+        torch.cat([s[:-1] for _, s, _, _ in cases]),
+        [made for made, *_ in cases],
+        torch.cat([t[:-1] for _, _, t, _ in cases]),
+        Chunks(**joined),
+    )
+    assert len(value) > 8
+    torch.testing.assert_close(value, torch.cat([v for v, _ in apart]), atol=1e-15, rtol=1e-12)
+    torch.testing.assert_close(grad, torch.cat([g for _, g in apart]), atol=1e-15, rtol=1e-12)
+
+
+def test_rows_are_of_a_text_or_of_pairs():
+    made = csd_oracle.world(0)
+    student, teacher, chunks = case(0, made)
+    with pytest.raises(ValueError, match=r"rows must be 'text'.*or 'pairs'.*, got 'pair'"):
+        ours(student, teacher, made, chunks, rows="pair")

@@ -4,6 +4,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from cohobate.vocab import Projection
 
 from . import csd_oracle
 from .csd_oracle import World
-from .test_common_support import EXAMPLE, STUDENT_ROWS, TEACHER_ROWS, case, example_chunks, ids, logs
+from .test_common_support import EXAMPLE, STUDENT_ROWS, TEACHER_ROWS, case, example_chunks, ids, in_pairs, logs
 
 EPS = 1e-10
 
@@ -314,3 +315,125 @@ def test_ids_and_chunks_of_something_else_are_refused(change: dict[str, Any], me
     }
     with pytest.raises(ValueError, match=message):
         projected_kl(**(arguments | change))
+
+
+PAIR_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"vocab_top_k": 4, "reverse": True},
+    {"exact_only": True, "temperature": 1.5},
+    {"mode": "gold"},
+    {"mode": "hkl", "reverse": True},
+]
+
+
+@pytest.mark.parametrize("options", PAIR_OPTIONS, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_pairs_are_the_text_one_place_earlier(seed: int, options: dict[str, Any]):
+    """But for a chunk at position 0, of which a text keeps the rows that exist: it is left out of both."""
+    made = csd_oracle.world(seed, length=16)
+    student, teacher, chunks = case(seed, made)
+    first, pairs = next(iter(chunks)), in_pairs(chunks)
+    assert first[0] == first[2] == 0
+    names = ("student_start", "student_end", "teacher_start", "teacher_end")
+    later = Chunks(**{name: getattr(chunks, name)[1:] for name in names})
+    whole, cut = student.clone().requires_grad_(), student[:-1].clone().requires_grad_()
+    of_student, of_teacher = ids(made.student_ids), ids(made.teacher_ids)
+    text = projected_kl(whole, of_student, teacher, of_teacher, later, spread(made), **options)
+    out = projected_kl(cut, of_student[1:], teacher[:-1], of_teacher[1:], pairs, spread(made), rows="pairs", **options)
+    assert out.valid.equal(text.valid)
+    assert out.valid.any()
+    torch.testing.assert_close(out.divergence, text.divergence, atol=0, rtol=0)
+    weights = torch.linspace(0.5, 2, len(later), dtype=torch.float64)
+    (grad,) = torch.autograd.grad((text.divergence * weights).sum(), whole)
+    (pair_grad,) = torch.autograd.grad((out.divergence * weights).sum(), cut)
+    torch.testing.assert_close(pair_grad, grad[:-1], atol=1e-15, rtol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "gold"}], ids=str)
+def test_texts_end_to_end_are_texts_one_by_one(options: dict[str, Any]):
+    made = csd_oracle.world(1, length=20)
+    student, teacher, chunks = case(1, made)
+    pairs, (s, t) = in_pairs(chunks), (ids(made.student_ids)[1:], ids(made.teacher_ids)[1:])
+    shift = {"student": len(s), "teacher": len(t)}
+    twice = Chunks(
+        **{
+            name: np.concatenate([getattr(pairs, name), getattr(pairs, name) + shift[name.split("_")[0]]])
+            for name in ("student_start", "student_end", "teacher_start", "teacher_end")
+        }
+    )
+    columns = torch.tensor([1, 3, 4, 7, 9]) if options.get("mode") is None else None
+    projection = spread(made)
+    other = (student.flip(0) * 0.7, teacher.flip(0) * 1.3)
+
+    def value(x: Tensor, a: Tensor, y: Tensor, b: Tensor, of: Chunks) -> tuple[Tensor, Tensor]:
+        leaf = x.clone().requires_grad_()
+        out = projected_kl(leaf, a, y, b, of, projection, columns=columns, rows="pairs", **options).divergence
+        return out.detach(), torch.autograd.grad(out.square().sum(), leaf)[0]
+
+    apart = [value(x[:-1], s, y[:-1], t, pairs) for x, y in ((student, teacher), other)]
+    joined = value(
+        torch.cat([student[:-1], other[0][:-1]]),
+        torch.cat([s, s]),
+        torch.cat([teacher[:-1], other[1][:-1]]),
+        torch.cat([t, t]),
+        twice,
+    )
+    for got, *parts in zip(joined, *apart, strict=True):
+        torch.testing.assert_close(got, torch.cat(parts), atol=1e-15, rtol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["pkl", "gold"])
+def test_chunks_that_share_a_row_add_up_their_gradients(mode: Any):
+    """None that an aligner gives do; a row's gradient is a sum all the same."""
+    made = csd_oracle.world(2, length=12)
+    student, teacher, chunks = case(2, made)
+    names = ("student_start", "student_end", "teacher_start", "teacher_end")
+    twice = Chunks(**{name: np.repeat(getattr(chunks, name), 2) for name in names})
+
+    def gradient(of: Chunks) -> Tensor:
+        leaf = student.clone().requires_grad_()
+        out = projected_kl(leaf, ids(made.student_ids), teacher, ids(made.teacher_ids), of, spread(made), mode=mode)
+        return torch.autograd.grad(out.divergence.sum(), leaf)[0]
+
+    torch.testing.assert_close(gradient(twice), 2 * gradient(chunks), atol=1e-13, rtol=1e-10)
+
+
+def test_bfloat16_logits_keep_their_dtype_and_agree_with_float64():
+    made = csd_oracle.world(4)
+    student, teacher, chunks = case(4, made)
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        leaf = student.bfloat16().to(dtype).requires_grad_()
+        arguments: Any = (leaf, ids(made.student_ids), teacher.bfloat16().to(dtype), ids(made.teacher_ids), chunks)
+        value = projected_kl(*arguments, spread(made), columns=torch.arange(6)).divergence
+        (grad,) = torch.autograd.grad(value.sum(), leaf)
+        assert grad.dtype == dtype
+        results.append((value.detach().double(), grad.double()))
+    torch.testing.assert_close(results[0][0], results[1][0], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(results[0][1], results[1][1], atol=3e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("mode", ["pkl", "gold", "hkl"])
+def test_no_valid_chunk_gives_zeros_that_still_hang_on_the_graph(mode: Any):
+    student = logs(STUDENT_ROWS).requires_grad_()
+    nothing = align_bytes([], [])
+    first = Chunks(
+        **{
+            name: np.array([i])
+            for i, name in ((0, "student_start"), (1, "student_end"), (0, "teacher_start"), (1, "teacher_end"))
+        }
+    )
+    for chunks in (nothing, first):
+        out = projected_kl(
+            student,
+            ids(EXAMPLE.student_ids),
+            logs(TEACHER_ROWS),
+            ids(EXAMPLE.teacher_ids),
+            chunks,
+            example_projection(),
+            mode=mode,
+        )
+        assert not out.valid.any()
+        assert out.divergence.tolist() == [0.0] * len(chunks)
+        (grad,) = torch.autograd.grad(out.divergence.sum(), student)
+        assert not grad.any()

@@ -45,6 +45,7 @@ from cohobate.functional.logprobs import (
     upcast,
 )
 from cohobate.functional.projection import ProjectedOutput, projected_kl
+from cohobate.functional.ranked import RankedOutput, ranked_divergence, sorted_distance
 from cohobate.functional.reduce import divide_by_count, masked_sum, select_valid
 from cohobate.functional.scores import (
     DenseScores,
@@ -67,6 +68,7 @@ __all__ = [
     "JSDLossOutput",
     "OutputHead",
     "ProjectedOutput",
+    "RankedOutput",
     "SampledScores",
     "TeacherScores",
     "TokenLoss",
@@ -97,6 +99,7 @@ __all__ = [
     "masked_sum",
     "min_max",
     "projected_kl",
+    "ranked_divergence",
     "real_vocabulary",
     "release_workspace",
     "reverse_kl",
@@ -104,6 +107,7 @@ __all__ = [
     "scale_and_cap",
     "select_top_share",
     "select_valid",
+    "sorted_distance",
     "tip_scores",
     "token_logprobs",
     "top_k_scores",

@@ -7,32 +7,35 @@ Both partitions sum to one, so a Jensen-Shannon divergence or a KL between them 
 onto another, no strings are compared.
 
 A pair's log-probability is that of the realized prefix plus that of the final token, all read from rows of the
-ordinary forward pass. With p, q of student and teacher, D over the support and REST, and delta_i = dD/d(log p_i),
-REST being 1 - sum p, the gradient of a row is closed: on a chunk's last row delta_i at the support minus (sum delta)
-times the row's softmax; on a prefix row (sum delta) times (the realized token minus the row's softmax). So the
-backward pass needs one scaled softmax of each row and a few scattered numbers: nothing of size [S, V] is kept for it.
+ordinary forward pass. What is read is worked out first (`support_plan.py`) and evaluated then
+(`support_divergence.py`); between the two stands what may be wrong with the arguments, so that ranks that share a text
+can agree to go on (`parallel/cross_tokenizer.py`).
 
-S student tokens, N teacher tokens, Vs and Vt vocabularies, C chunks, K kept ids of a sparse teacher, E events.
+S student tokens, N teacher tokens, Vs and Vt vocabularies, C chunks, K kept ids of a sparse teacher.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cohobate.functional.divergences import check_beta
-from cohobate.functional.kernels import kernels_for
-from cohobate.functional.logprobs import check_temperature, upcast
-from cohobate.functional.moments import side_moments
-from cohobate.functional.scores import TopKScores
-from cohobate.functional.support_events import ONE_TO_ONE, ForcedMode, SupportOptions, check_ids
-from cohobate.functional.support_plan import Plan, WholeRows, build_plan, read_teacher
-
-_REST_FLOOR = 1e-12
-_TILE_ENTRIES = 1 << 22  # of one [d, n] tensor
+from cohobate.functional.logprobs import check_temperature
+from cohobate.functional.runs import Ints
+from cohobate.functional.scores import Rows, TopKScores
+from cohobate.functional.student_shards import StudentShards, check_positions, row_places
+from cohobate.functional.support_divergence import CommonSupport
+from cohobate.functional.support_events import (
+    ONE_TO_ONE,
+    ChunkRows,
+    ForcedMode,
+    SupportOptions,
+    check_ids,
+    chunk_rows,
+)
+from cohobate.functional.support_plan import Plan, build_plan, read_teacher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +61,7 @@ def common_support_divergence(
     keep_realized: bool = True,
     min_support: int = 1,
     forced_mode: ForcedMode = "union",
+    rows: Rows = "text",
 ) -> CommonSupportOutput:
     """Divergence in nats over the common support of each chunk of one text; `beta` 0 forward KL, 1 reverse KL.
 
@@ -75,36 +79,29 @@ def common_support_divergence(
         min_support: a 1:n or n:1 chunk with fewer pairs is skipped (divergence 0, still scorable).
         forced_mode: how a sparse row makes room for the realized token: `"union"` beside the K kept ids, `"evict"` in
             place of the lowest of them.
+        rows: `"pairs"` if row p predicts id p instead: S and N are predictions then, of one text or of several end to
+            end, and chunks are ranges of them.
 
     Raises:
         ValueError: shapes, chunks or options that do not fit, and sparse scores of another temperature.
     """
-    check_beta(beta)
-    check_temperature(temperature)
-    options = SupportOptions(
+    _check_width("student", student_logits.shape[-1], len(tables.student_to_teacher))
+    prepared = prepare_common_support(
+        student_logits,
+        student_ids,
+        teacher_scores,
+        teacher_ids,
+        chunks,
+        tables,
+        temperature=temperature,
+        beta=beta,
         realized_only_mismatch=realized_only_mismatch,
         keep_realized=keep_realized,
         min_support=min_support,
         forced_mode=forced_mode,
+        rows=rows,
     )
-    _check_shapes(student_logits, student_ids, teacher_scores, teacher_ids, tables)
-    if isinstance(teacher_scores, TopKScores) and teacher_scores.temperature != temperature:
-        raise ValueError(
-            f"the teacher's scores were normalised at temperature {teacher_scores.temperature}, not {temperature}. "
-            "Score again, or use that temperature."
-        )
-    student_ids, teacher_ids = student_ids.long(), teacher_ids.long()
-    student_logits, teacher_scores = _of_one_width(student_logits, teacher_scores)
-    with torch.no_grad():
-        teacher = read_teacher(teacher_scores, teacher_ids, temperature, options)
-        plan, rows = build_plan(student_ids, teacher_ids, teacher, chunks, tables, options, beta)
-    divergence: Any = _CommonSupport.apply(student_logits, plan)
-    device = student_logits.device
-    return CommonSupportOutput(
-        divergence=divergence,
-        scorable=torch.from_numpy(rows.scorable).to(device),
-        kind=torch.from_numpy(rows.kind).to(device),
-    )
+    return prepared.evaluate(StudentShards(width=student_logits.shape[-1]))
 
 
 def common_support_loss_sum(output: CommonSupportOutput, *, mismatch_weight: float = 5.0) -> Tensor:
@@ -113,111 +110,79 @@ def common_support_loss_sum(output: CommonSupportOutput, *, mismatch_weight: flo
     return (output.divergence * weights).sum()
 
 
-class _CommonSupport(torch.autograd.Function):
-    """D of each chunk.   Twin: the oracle of the tests, step by step from the definition.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedSupport:
+    """Arguments that fit, and all that is known before anything is exchanged."""
 
-    With h_i = p_i dD/dp_i (`_term`) and REST r: delta_i = h_i - p_i dD/dr (dD/dr is 0 where r is floored), and
-    d D / d z_row = scale (delta scattered - (sum delta) softmax(z_row)) on the last row of the chunk,
-    scale (sum delta) (onehot(realized) - softmax(z_row)) on the rows before it.
-    Saved: the logits (an input), log Z [S], delta [E], sum delta [C].
+    logits: Tensor  # [S, W] the student's, the rows and columns that are here
+    plan: Plan
+    rows: ChunkRows
+    vocab_size: int  # of the student
+
+    @property
+    def student_rows(self) -> Ints:
+        """Every row of the text that a scorable chunk reads, wherever it is."""
+        return self.rows.student_rows
+
+    def evaluate(self, shards: StudentShards) -> CommonSupportOutput:
+        """The divergence of the chunks whose last student row is here, 0 for the others.
+
+        Exchanges over the vocabulary one maximum and two sums, over the sequence one sum, and one in backward.
+        """
+        divergence: Any = CommonSupport.apply(self.logits, self.plan, shards)
+        device = self.logits.device
+        return CommonSupportOutput(
+            divergence=divergence,
+            scorable=torch.from_numpy(self.rows.scorable).to(device),
+            kind=torch.from_numpy(self.rows.kind).to(device),
+        )
+
+
+def prepare_common_support(
+    student_logits: Tensor,
+    student_ids: Tensor,
+    teacher_scores: Tensor | TopKScores,
+    teacher_ids: Tensor,
+    chunks: Any,
+    tables: Any,
+    *,
+    positions: Ints | None = None,
+    temperature: float = 1.0,
+    beta: float = 0.5,
+    rows: Rows = "text",
+    **support: Any,
+) -> PreparedSupport:
+    """Check the arguments of `common_support_divergence` and plan what it reads; nothing is exchanged.
+
+    Args:
+        student_logits: `[S_here, W]` some rows and columns, the columns not checked.
+        positions: `[S_here]` the row of the text that each is, outside 0 to S - 1 for padding; None: all, in order.
+        support: the fields of `SupportOptions`.
     """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, plan: Plan) -> Tensor:
-        log_z, _ = side_moments(*kernels_for(logits).side_sums(logits, plan.scale))  # [S]
-        num_chunks = plan.last_row.shape[0]
-        realized = upcast(logits[plan.prefix_row, plan.prefix_id]) * plan.scale - log_z[plan.prefix_row]  # [P]
-        prefix = log_z.new_zeros(num_chunks).index_add_(0, plan.prefix_chunk, realized)  # [C]
-        row = plan.last_row[plan.event_chunk]  # [E]
-        logprob = upcast(logits[row, plan.event_id]) * plan.scale - log_z[row] + prefix[plan.event_chunk]
-        value, delta, total = _listed(logprob, plan, num_chunks)
-        if plan.dense is not None:
-            for chunk, tile_value, tile_delta in _tiles(logits, log_z, plan, plan.dense):
-                value[chunk], total[chunk] = tile_value, tile_delta.sum(-1)
-        ctx.save_for_backward(logits, log_z, delta, total)
-        ctx.plan = plan
-        return value
-
-    @staticmethod
-    @once_differentiable
-    # torch types backward as (ctx, *grads); naming the gradient is clearer.
-    def backward(ctx: Any, grad_value: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        logits, log_z, delta, total = ctx.saved_tensors
-        plan: Plan = ctx.plan
-        upstream = grad_value * plan.scale  # [C]
-        pull = torch.where(grad_value == 0, 0.0, upstream * total)  # [C] an unused chunk may hold NaN
-        softmax_part = log_z.new_zeros(log_z.shape).index_add_(0, plan.last_row, pull)  # [S]
-        softmax_part.index_add_(0, plan.prefix_row, pull[plan.prefix_chunk])
-        grad = torch.empty_like(logits)  # [S, Vs]
-        kernels_for(logits).softmax_gradient(logits, log_z, -softmax_part, None, grad, plan.scale)
-        used = grad_value[plan.event_chunk] != 0
-        row = plan.last_row[plan.event_chunk]
-        scattered = torch.where(used, upstream[plan.event_chunk] * delta, 0.0)  # [E]
-        grad.index_put_((row, plan.event_id), scattered.to(grad.dtype), accumulate=True)
-        onto_prefix = pull[plan.prefix_chunk].to(grad.dtype)  # [P]
-        grad.index_put_((plan.prefix_row, plan.prefix_id), onto_prefix, accumulate=True)
-        if plan.dense is not None:
-            for chunk, _, tile_delta in _tiles(logits, log_z, plan, plan.dense):
-                scaled = torch.where((grad_value[chunk] == 0)[:, None], 0.0, upstream[chunk, None] * tile_delta)
-                at = (plan.last_row[chunk, None], plan.dense.student_common[None])
-                grad.index_put_(at, scaled.to(grad.dtype), accumulate=True)
-        return grad, None  # plan: the teacher and the supports are constants
+    check_beta(beta)
+    check_temperature(temperature)
+    options = SupportOptions(**support)
+    _check_sides(student_logits, student_ids, positions, teacher_scores, teacher_ids, tables)
+    if isinstance(teacher_scores, TopKScores) and teacher_scores.temperature != temperature:
+        raise ValueError(
+            f"the teacher's scores were normalised at temperature {teacher_scores.temperature}, not {temperature}. "
+            "Score again, or use that temperature."
+        )
+    student_ids, teacher_ids = student_ids.long(), teacher_ids.long()
+    student_logits, teacher_scores = _of_one_width(student_logits, teacher_scores)
+    row_of = None if positions is None else row_places(positions, len(student_ids))
+    geometry = chunk_rows(chunks, len(student_ids), len(teacher_ids), rows, row_of)
+    with torch.no_grad():
+        needed = None if positions is None else _teacher_rows(geometry).to(teacher_ids.device)
+        teacher = read_teacher(teacher_scores, teacher_ids, temperature, options, rows, needed)
+        plan = build_plan(student_ids, teacher_ids, teacher, chunks, geometry, tables, options, beta)
+    vocab_size = len(tables.student_to_teacher)
+    return PreparedSupport(logits=student_logits, plan=plan, rows=geometry, vocab_size=vocab_size)
 
 
-def _listed(log_p: Tensor, plan: Plan, num_chunks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Value `[C]`, delta `[E]` and its sum `[C]` of the chunks whose events are listed."""
-    log_q = plan.event_teacher
-    p = log_p.exp()
-    zeros = p.new_zeros(num_chunks)
-
-    def add_up(values: Tensor) -> Tensor:
-        return zeros.index_add(0, plan.event_chunk, values)
-
-    rest, rest_slope = _rest(1 - add_up(p), 1 - add_up(log_q.exp()), plan.beta)
-    term, slope = _term(log_p, log_q, plan.beta)
-    some = add_up(torch.ones_like(p)) > 0
-    value = torch.where(some, add_up(term) + rest, 0.0)
-    delta = slope - p * rest_slope[plan.event_chunk]
-    return value, delta, add_up(delta)
-
-
-def _tiles(logits: Tensor, log_z: Tensor, plan: Plan, whole: WholeRows) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The 1:1 chunks against whole rows, d at a time: which they are `[d]`, their value `[d]` and delta `[d, n]`."""
-    step = max(1, _TILE_ENTRIES // max(1, logits.shape[1]))
-    for start in range(0, whole.chunk.shape[0], step):
-        part = slice(start, start + step)
-        row_s, row_t = plan.last_row[whole.chunk[part]], whole.teacher_row[part]
-        s = upcast(logits[row_s]) * plan.scale - log_z[row_s, None]  # [d, Vs]
-        t = upcast(whole.teacher_logits[row_t]) * plan.scale - whole.teacher_log_z[row_t, None]  # [d, Vt]
-        log_p, log_q = s[:, whole.student_common], t[:, whole.teacher_common]  # [d, n]
-        rest_p, rest_q = s[:, whole.student_other].exp().sum(-1), t[:, whole.teacher_other].exp().sum(-1)
-        rest, rest_slope = _rest(rest_p, rest_q, plan.beta)
-        term, slope = _term(log_p, log_q, plan.beta)
-        yield whole.chunk[part], term.sum(-1) + rest, slope - log_p.exp() * rest_slope[:, None]
-
-
-def _rest(p: Tensor, q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """What REST adds to D where it has masses `p`, `q` `[C]`, and dD/dp, which is 0 where `p` is floored."""
-    floored_p = p.clamp(min=_REST_FLOOR)
-    log_p, log_q = floored_p.log(), q.clamp(min=_REST_FLOOR).log()
-    term, slope = _term(log_p, log_q, beta)
-    return term, torch.where(p < _REST_FLOOR, 0.0, slope / floored_p)
-
-
-def _term(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """What each event adds to D, and the derivative of that by log p; p student, q teacher.   Twin: `divergence_terms`
-
-    In probability space, where one pass gives both: a third of the time of the twin, which is exact near equality.
-    """
-    p, q = log_p.exp(), log_q.exp()
-    if beta == 0.0:
-        return torch.where(q == 0, 0.0, q * (log_q - log_p)), -q
-    if beta == 1.0:
-        term = torch.where(p == 0, 0.0, p * (log_p - log_q))
-        return term, term + p
-    mixture = torch.lerp(p, q, beta).clamp(min=torch.finfo(p.dtype).tiny)
-    student = (1 - beta) * torch.xlogy(p, p / mixture)
-    return student + beta * torch.xlogy(q, q / mixture), student
+def _teacher_rows(rows: ChunkRows) -> Tensor:
+    """The teacher's rows that the chunks of this part read, once each."""
+    return torch.from_numpy(np.union1d(rows.teacher_row[rows.mine], rows.teacher_prefix[0]))
 
 
 def _of_one_width(student: Tensor, teacher: Tensor | TopKScores) -> tuple[Tensor, Tensor | TopKScores]:
@@ -231,24 +196,33 @@ def _of_one_width(student: Tensor, teacher: Tensor | TopKScores) -> tuple[Tensor
     return student.double(), replace(teacher, **{name: getattr(teacher, name).double() for name in names})
 
 
-def _check_shapes(
-    student_logits: Tensor, student_ids: Tensor, teacher: Tensor | TopKScores, teacher_ids: Tensor, tables: Any
+def _check_sides(
+    student_logits: Tensor,
+    student_ids: Tensor,
+    positions: Ints | None,
+    teacher: Tensor | TopKScores,
+    teacher_ids: Tensor,
+    tables: Any,
 ) -> None:
-    wanted = {"student": len(tables.student_to_teacher), "teacher": len(tables.teacher_to_student)}
+    if student_logits.dim() != 2:
+        raise ValueError(f"the student's logits must be [S, Vs], got {list(student_logits.shape)}.")
+    dense = isinstance(teacher, Tensor)
+    teacher_rows = teacher.shape[0] if dense else teacher.ids.shape[0]
+    _check_width("teacher", teacher.shape[-1] if dense else teacher.vocab_size, len(tables.teacher_to_student))
+    student_rows = len(student_logits) if positions is None else len(student_ids)
     for side, ids, rows, width in (
-        ("student", student_ids, student_logits.shape[0], student_logits.shape[-1]),
-        (
-            "teacher",
-            teacher_ids,
-            teacher.shape[0] if isinstance(teacher, Tensor) else teacher.ids.shape[0],
-            teacher.shape[-1] if isinstance(teacher, Tensor) else teacher.vocab_size,
-        ),
+        ("student", student_ids, student_rows, len(tables.student_to_teacher)),
+        ("teacher", teacher_ids, teacher_rows, len(tables.teacher_to_student)),
     ):
         if ids.dim() != 1 or ids.shape[0] != rows:
             raise ValueError(f"the {side} has ids {list(ids.shape)} and {rows} rows of scores; wanted one row per id.")
-        if width != wanted[side]:
-            raise ValueError(
-                f"the {side}'s scores have {width} columns, the tables {wanted[side]} ids. Cut padded heads to the "
-                "real ids, and check that the tables are those of this pair, not swapped."
-            )
         check_ids(side, ids, width)
+    check_positions(positions, student_logits)
+
+
+def _check_width(side: str, width: int, wanted: int) -> None:
+    if width != wanted:
+        raise ValueError(
+            f"the {side}'s scores have {width} columns, the tables {wanted} ids. Cut padded heads to the "
+            "real ids, and check that the tables are those of this pair, not swapped."
+        )

@@ -9,6 +9,7 @@ n rows. float32, or float64 where the logits are.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -47,6 +48,12 @@ class WholeVocabulary:
 
 
 WHOLE = WholeVocabulary()
+
+
+def together(exchange: Callable[[Tensor], Tensor], first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """What `exchange`, a maximum or a sum over shards, makes of two tensors of one dtype, in one exchange."""
+    found = exchange(torch.cat([first.reshape(-1), second.reshape(-1)]))
+    return found[: first.numel()].view(first.shape), found[first.numel() :].view(second.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -128,15 +128,24 @@ Rows = Literal["text", "pairs"]
 """Which token row p of some logits predicts, given ids: of a text, `ids[p + 1]`; of aligned pairs, `ids[p]`."""
 
 
-def realized_ids(ids: Tensor, rows: Rows) -> Tensor:
-    """The token that each row predicts, `[N]`; of a text's last row, which predicts none of `ids`, it means nothing.
+def predictor_offset(rows: Rows) -> int:
+    """How many places before a token the row stands that predicts it: 1 in a text, 0 in pairs.
 
     Raises:
         ValueError: `rows` is neither "text" nor "pairs".
     """
     if rows not in ("text", "pairs"):
         raise ValueError(f"rows must be 'text' (row p predicts id p + 1) or 'pairs' (row p, id p), got {rows!r}.")
-    return ids if rows == "pairs" else ids.roll(-1)
+    return 1 if rows == "text" else 0
+
+
+def realized_ids(ids: Tensor, rows: Rows) -> Tensor:
+    """The token that each row predicts, `[N]`; of a text's last row, which predicts none of `ids`, it means nothing.
+
+    Raises:
+        ValueError: `rows` is neither "text" nor "pairs".
+    """
+    return ids.roll(-predictor_offset(rows))
 
 
 def top_k_scores(

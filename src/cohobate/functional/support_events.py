@@ -10,7 +10,8 @@ made, and no further forward pass is needed. The pairs (final student token, fin
     m:n         the pair that was realized
 
 They depend on ids and tables alone. This is the bookkeeping; the divergence over the pairs is `common_support.py`.
-S student tokens, N teacher tokens, C chunks.
+Rows count in one of two ways (`Rows`): a row of a text predicts the token after it, a row of aligned pairs the token
+of its own place. S student tokens, N teacher tokens, C chunks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cohobate.functional.runs import Ints, joined_runs
+from cohobate.functional.scores import Rows, predictor_offset
+from cohobate.functional.student_shards import rows_here
 
 ForcedMode = Literal["union", "evict"]
 ONE_TO_ONE, ONE_TO_MANY, MANY_TO_ONE, MANY_TO_MANY = 0, 1, 2, 3
@@ -45,14 +48,18 @@ class SupportOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRows:
-    """The geometry of C chunks; a row is a position whose logits predict the next token."""
+    """The geometry of C chunks, and what of it concerns the student's rows that are here."""
 
     kind: Ints  # [C] 0 = 1:1, 1 = 1:n, 2 = n:1, 3 = m:n
     scorable: NDArray[np.bool_]  # [C] both sides have a predictor for their first token
-    student_row: Ints  # [C] row that predicts the last student token
-    teacher_row: Ints  # [C]
-    student_prefix: tuple[Ints, Ints]  # rows before that, and the chunk of each
-    teacher_prefix: tuple[Ints, Ints]
+    mine: NDArray[np.bool_]  # [C] scorable, and the row that predicts the last student token is here
+    student_row: Ints  # [C] where that row lies here; 0 where it is not mine
+    teacher_row: Ints  # [C] the row that predicts the last teacher token
+    student_token: Ints  # [C] the last student token's place in the text
+    teacher_token: Ints  # [C]
+    student_prefix: tuple[Ints, Ints, Ints]  # rows here that predict an earlier token of their chunk; token; chunk
+    teacher_prefix: tuple[Ints, Ints]  # rows that predict an earlier token of a chunk that is mine; chunk
+    student_rows: Ints  # every row that a scorable chunk reads, wherever it is, once for each reading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,22 +71,38 @@ class Pairs:
     teacher_id: Ints
 
 
-def chunk_rows(chunks: Any, num_student: int, num_teacher: int) -> ChunkRows:
+def chunk_rows(
+    chunks: Any, num_student: int, num_teacher: int, rows: Rows = "text", row_of: Ints | None = None
+) -> ChunkRows:
     """Kinds, predictor rows and what can be scored. A chunk whose first token nothing predicts is never scored.
+
+    Args:
+        row_of: `[S]` where each student row lies here, -1 where it is elsewhere; None: all are here.
 
     Raises:
         ValueError: chunks that reach beyond the tokens.
     """
+    offset = predictor_offset(rows)
     s0, s1, t0, t1 = check_chunks(chunks, num_student, num_teacher)
     m, n = s1 - s0, t1 - t0
-    scorable = (m > 0) & (n > 0) & (s0 >= 1) & (t0 >= 1)
+    scorable = (m > 0) & (n > 0) & (s0 >= offset) & (t0 >= offset)
+    last = np.full(len(m), -1)
+    last[scorable] = rows_here((s1 - 1 - offset)[scorable], row_of)
+    mine = scorable & (last >= 0)
+    prefix, of_chunk = joined_runs(s0 - offset, np.where(scorable, m - 1, 0))
+    here = rows_here(prefix, row_of)
+    found = here >= 0
     return ChunkRows(
         kind=np.where(m > 1, np.where(n > 1, MANY_TO_MANY, MANY_TO_ONE), np.where(n > 1, ONE_TO_MANY, ONE_TO_ONE)),
         scorable=scorable,
-        student_row=s1 - 2,
-        teacher_row=t1 - 2,
-        student_prefix=_prefix_rows(s0, s1, scorable),
-        teacher_prefix=_prefix_rows(t0, t1, scorable),
+        mine=mine,
+        student_row=np.where(mine, last, 0),
+        teacher_row=t1 - 1 - offset,
+        student_token=s1 - 1,
+        teacher_token=t1 - 1,
+        student_prefix=(here[found], prefix[found] + offset, of_chunk[found]),
+        teacher_prefix=joined_runs(t0 - offset, np.where(mine, n - 1, 0)),
+        student_rows=np.concatenate([(s1 - 1 - offset)[scorable], prefix]),
     )
 
 
@@ -112,10 +135,10 @@ def check_ids(side: str, ids: Tensor, vocab_size: int) -> None:
 def mismatch_pairs(
     rows: ChunkRows, chunks: Any, student_ids: Ints, teacher_ids: Ints, tables: Any, options: SupportOptions
 ) -> Pairs:
-    """The events of every scorable chunk that is not 1:1; a chunk with too few alternatives has none."""
+    """The events of every chunk that is mine and not 1:1; a chunk with too few alternatives has none."""
     chunk, student, teacher = [], [], []
     ranges = np.stack([chunks.student_start, chunks.student_end, chunks.teacher_start, chunks.teacher_end], axis=1)
-    for c in np.flatnonzero(rows.scorable & (rows.kind != ONE_TO_ONE)).tolist():
+    for c in np.flatnonzero(rows.mine & (rows.kind != ONE_TO_ONE)).tolist():
         s0, s1, t0, t1 = ranges[c].tolist()
         ours, theirs = student_ids[s0:s1].tolist(), teacher_ids[t0:t1].tolist()
         for of_student, of_teacher in _support(int(rows.kind[c]), ours, theirs, tables, options):
@@ -155,8 +178,3 @@ def _support(
         pairs = [realized, *pairs]
     found = disjoint(pairs)
     return found if len(found) >= options.min_support else []
-
-
-def _prefix_rows(start: Ints, end: Ints, scorable: NDArray[np.bool_]) -> tuple[Ints, Ints]:
-    """Rows `start - 1 .. end - 3` of each scorable chunk, one after another, and the chunk of each row."""
-    return joined_runs(start - 1, np.where(scorable, np.maximum(end - start - 1, 0), 0))

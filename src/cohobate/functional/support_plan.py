@@ -3,9 +3,11 @@
 
 Ids, tables and the teacher's scores are constants. All that is known of them ends up here as flat integer and float
 tensors on the student's device, so that the differentiable part (`common_support.py`) is gathers and segment sums.
+Of a text whose rows lie on several ranks a rank plans the chunks whose last row it has, and reads the teacher's rows
+of those alone; of the other chunks it plans the rows that it has to hand over.
 
-S student tokens, N teacher tokens, C chunks, D of them 1:1, K kept ids of a sparse teacher, E listed events, P rows
-before the last of their chunk.
+S student tokens, N teacher tokens, C chunks, M of them mine, D of those 1:1, K kept ids of a sparse teacher, E listed
+events, P rows before the last of their chunk.
 """
 
 from dataclasses import dataclass
@@ -15,11 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cohobate.functional.chunked_head import row_chunks
 from cohobate.functional.kernels import kernels_for
 from cohobate.functional.logprobs import gather_last, other_ids, upcast
 from cohobate.functional.moments import side_moments
-from cohobate.functional.scores import TopKScores
-from cohobate.functional.support_events import ONE_TO_ONE, ChunkRows, SupportOptions, chunk_rows, mismatch_pairs
+from cohobate.functional.scores import Rows, TopKScores, realized_ids
+from cohobate.functional.support_events import ONE_TO_ONE, ChunkRows, SupportOptions, mismatch_pairs
+
+_TILE_ENTRIES = 1 << 24  # of the teacher's logits that are copied at a time where only some rows are read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +33,8 @@ class Plan:
 
     scale: float  # 1 / temperature
     beta: float
-    last_row: Tensor  # [C] the student's row that predicts a chunk's last token; 0 where not scorable
+    mine: Tensor  # [M] the chunks whose last row is here: those that are evaluated
+    last_row: Tensor  # [C] the student's row that predicts a chunk's last token; 0 where not mine
     prefix_chunk: Tensor  # [P] one entry for each student row before the last of its chunk
     prefix_row: Tensor  # [P]
     prefix_id: Tensor  # [P] the token realized there
@@ -48,8 +54,7 @@ class WholeRows:
     teacher_log_z: Tensor  # [N]
     student_common: Tensor  # [n] ids, pair by pair
     teacher_common: Tensor  # [n]
-    student_other: Tensor  # [Vs - n] ids that are in no pair: REST
-    teacher_other: Tensor  # [Vt - n]
+    teacher_other: Tensor  # [Vt - n] ids that are in no pair: REST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +89,22 @@ class SparseTeacher:
 
 
 def read_teacher(
-    scores: Tensor | TopKScores, teacher_ids: Tensor, temperature: float, options: SupportOptions
+    scores: Tensor | TopKScores,
+    teacher_ids: Tensor,
+    temperature: float,
+    options: SupportOptions,
+    rows: Rows = "text",
+    needed: Tensor | None = None,
 ) -> DenseTeacher | SparseTeacher:
-    """The teacher of N rows from raw logits `[N, Vt]` or kept ids, and the text's `teacher_ids [N]`."""
-    following = teacher_ids.roll(-1)  # what row p predicts; of the last row nothing is read
+    """The teacher of N rows from raw logits `[N, Vt]` or kept ids, and the text's `teacher_ids [N]`.
+
+    Args:
+        needed: the rows that are read; None: all of them.
+    """
+    following = realized_ids(teacher_ids, rows)
     if isinstance(scores, Tensor):
         logits = scores.detach()
-        log_z, _ = side_moments(*kernels_for(logits).side_sums(logits, 1 / temperature))
+        log_z = _log_normalizers(logits, 1 / temperature, needed)
         realized = upcast(gather_last(logits, following)) / temperature - log_z
         return DenseTeacher(scale=1 / temperature, realized=realized, logits=logits, log_z=log_z)
     realized = scores.realized_logit / temperature - scores.log_normalizer
@@ -113,6 +127,17 @@ def read_teacher(
     )
 
 
+def _log_normalizers(logits: Tensor, scale: float, needed: Tensor | None) -> Tensor:
+    """`[N]` logsumexp of each row of the scaled `logits [N, Vt]`, and 0 for rows that are not needed."""
+    if needed is None:
+        return side_moments(*kernels_for(logits).side_sums(logits, scale))[0]
+    log_z = upcast(logits.new_zeros(logits.shape[0]))
+    for part in row_chunks(needed.shape[0], max(1, _TILE_ENTRIES // max(1, logits.shape[1]))):
+        rows = needed[part]
+        log_z[rows] = side_moments(*kernels_for(logits).side_sums(logits[rows], scale))[0]
+    return log_z
+
+
 _Events = tuple[Tensor, Tensor, Tensor]  # chunk, final student token, the teacher's log-probability of the final: [E]
 
 
@@ -121,23 +146,19 @@ def build_plan(
     teacher_ids: Tensor,
     teacher: DenseTeacher | SparseTeacher,
     chunks: Any,
+    rows: ChunkRows,
     tables: Any,
     options: SupportOptions,
     beta: float,
-) -> tuple[Plan, ChunkRows]:
-    """The plan of one text, `student_ids [S]` and `teacher_ids [N]`, and the geometry of its C chunks.
-
-    Raises:
-        ValueError: chunks that reach beyond the tokens.
-    """
-    rows = chunk_rows(chunks, student_ids.shape[0], teacher_ids.shape[0])
-    one_to_one = _tensor(np.flatnonzero(rows.scorable & (rows.kind == ONE_TO_ONE)), student_ids)
-    last_s, last_t = _tensor(rows.student_row, student_ids), _tensor(rows.teacher_row, student_ids)
+) -> Plan:
+    """The plan of one text, `student_ids [S]` and `teacher_ids [N]`, whose C chunks have the geometry `rows`."""
+    one_to_one = _tensor(np.flatnonzero(rows.mine & (rows.kind == ONE_TO_ONE)), student_ids)
+    last_t = _tensor(rows.teacher_row, student_ids)
     singles = _Singles(
         chunk=one_to_one,
         teacher_row=last_t[one_to_one],
-        student_id=student_ids[last_s[one_to_one] + 1],
-        teacher_id=teacher_ids[last_t[one_to_one] + 1],
+        student_id=student_ids[_tensor(rows.student_token, student_ids)[one_to_one]],
+        teacher_id=teacher_ids[_tensor(rows.teacher_token, student_ids)[one_to_one]],
     )
     pairs = mismatch_pairs(rows, chunks, student_ids.cpu().numpy(), teacher_ids.cpu().numpy(), tables, options)
     chunk, final_s, final_t = (_tensor(x, student_ids) for x in (pairs.chunk, pairs.student_id, pairs.teacher_id))
@@ -152,20 +173,20 @@ def build_plan(
     event_chunk, event_id, event_teacher = (torch.cat(column) for column in zip(*parts, strict=True))
     row_t, chunk_t = (_tensor(x, student_ids) for x in rows.teacher_prefix)
     prefix = teacher.realized.new_zeros(len(rows.kind)).index_add_(0, chunk_t, teacher.realized[row_t])
-    row_s, chunk_s = (_tensor(x, student_ids) for x in rows.student_prefix)
-    plan = Plan(
+    row_s, token_s, chunk_s = (_tensor(x, student_ids) for x in rows.student_prefix)
+    return Plan(
         scale=teacher.scale,
         beta=beta,
-        last_row=_tensor(np.where(rows.scorable, rows.student_row, 0), student_ids),
+        mine=_tensor(np.flatnonzero(rows.mine), student_ids),
+        last_row=_tensor(rows.student_row, student_ids),
         prefix_chunk=chunk_s,
         prefix_row=row_s,
-        prefix_id=student_ids[row_s + 1],
+        prefix_id=student_ids[token_s],
         event_chunk=event_chunk,
         event_id=event_id,
         event_teacher=event_teacher + prefix[event_chunk],
         dense=whole,
     )
-    return plan, rows
 
 
 def _tensor(values: np.ndarray, like: Tensor) -> Tensor:
@@ -219,7 +240,6 @@ def _whole_rows(
         teacher_log_z=teacher.log_z,
         student_common=ours,
         teacher_common=theirs,
-        student_other=other_ids(ours, len(tables.student_to_teacher)),
         teacher_other=other_ids(theirs, len(tables.teacher_to_student)),
     )
     chunk, final_s, logprob = (torch.cat(column) for column in zip(*events, strict=True))

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cohobate.functional.moments import WHOLE, Shards
+from cohobate.functional.moments import WHOLE, Shards, together
 from cohobate.functional.ordered import from_ordered_bits, ordered_bits, packed_keys, unpacked_keys
 
 Agreed = TypeVar("Agreed")
@@ -94,24 +94,19 @@ class CheckedShards(Generic[Agreed]):
     def max(self, values: Tensor, /) -> Tensor:
         table = torch.full((self._size, len(self._facts)), -torch.inf, dtype=values.dtype)
         table[self._rank] = torch.tensor(self._facts, dtype=values.dtype)
-        highest, table = self._together(self._shards.max, values, table.to(values.device))
+        highest, table = together(self._shards.max, values, table.to(values.device))
         self.agreed = self._check(table.tolist())
         return highest
 
     def sum(self, values: Tensor, /) -> Tensor:
         if self._passenger is None:
             return self._shards.sum(values)
-        total, self.carried = self._together(self._shards.sum, values, self._passenger().to(values.dtype))
+        total, self.carried = together(self._shards.sum, values, self._passenger().to(values.dtype))
         self._passenger = None
         return total
 
     def largest(self, values: Tensor, ids: Tensor, /) -> tuple[Tensor, Tensor]:
         return self._shards.largest(values, ids)
-
-    @staticmethod
-    def _together(reduce: Callable[[Tensor], Tensor], first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        reduced = reduce(torch.cat([first.reshape(-1), second.reshape(-1)]))
-        return reduced[: first.numel()].view(first.shape), reduced[first.numel() :].view(second.shape)
 
 
 def rank_and_size(group: Group) -> tuple[int, int]:
