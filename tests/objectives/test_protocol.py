@@ -38,6 +38,7 @@ class Speaker:
 def test_the_public_names_are_frozen():
     assert sorted(objectives.__all__) == [
         "CE_TOKENS",
+        "CommonSupportObjective",
         "CrossEntropyObjective",
         "DivergenceObjective",
         "Metric",
@@ -45,6 +46,7 @@ def test_the_public_names_are_frozen():
         "ObjectiveOutput",
         "PAIRS",
         "PolicyGradientObjective",
+        "ProjectedObjective",
         "StepObjective",
         "StudentScores",
         "SumObjective",
@@ -100,6 +102,19 @@ def test_an_objective_that_needs_no_step_is_used_as_it_is_and_nothing_is_scored_
 
     objective = DivergenceObjective()
     assert for_step(objective, never()) is objective
+
+
+def test_one_that_has_something_to_choose_only_in_some_settings_says_so_itself():
+    objective = TokenSelectionObjective(objective=DivergenceObjective())
+
+    class Settled:
+        needs_step = False
+        accepts, counts, held_out = objective.accepts, objective.counts, objective.held_out
+        measure, prepared, __call__ = objective.measure, objective.prepared, objective.__call__
+
+    settled = Settled()
+    assert isinstance(settled, StepObjective)
+    assert for_step(settled, []) is settled
 
 
 def test_a_step_without_any_micro_batch_is_refused():

@@ -70,7 +70,10 @@ def test_a_sum_accepts_what_all_its_parts_accept():
     [
         ({}, "at least one part"),
         ({"kd": (math.nan, KD)}, "weight of part 'kd' must be a finite number"),
-        ({"tip": (1.0, TokenSelectionObjective(objective=KD))}, r"cannot stand inside a sum\. Put it around the sum"),
+        (
+            {"tip": (1.0, TokenSelectionObjective(objective=KD))},
+            r"cannot stand inside a sum\. A selection goes around it",
+        ),
     ],
 )
 def test_a_sum_that_cannot_work_is_refused(parts: dict, message: str):

@@ -2,6 +2,7 @@
 """Objectives bind the functions of `functional` to what a student and a teacher say about N aligned pairs."""
 
 from cohobate.objectives.cross_entropy import CE_TOKENS, CrossEntropyObjective
+from cohobate.objectives.cross_tokenizer import CommonSupportObjective, ProjectedObjective
 from cohobate.objectives.divergence import DivergenceObjective
 from cohobate.objectives.policy_gradient import PolicyGradientObjective
 from cohobate.objectives.protocol import (
@@ -21,12 +22,14 @@ from cohobate.objectives.weighted import SumObjective, TokenSelectionObjective
 __all__ = [
     "CE_TOKENS",
     "PAIRS",
+    "CommonSupportObjective",
     "CrossEntropyObjective",
     "DivergenceObjective",
     "Metric",
     "Objective",
     "ObjectiveOutput",
     "PolicyGradientObjective",
+    "ProjectedObjective",
     "StepObjective",
     "StudentScores",
     "SumObjective",

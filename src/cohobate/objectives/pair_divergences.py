@@ -147,7 +147,7 @@ def _read_cut(
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     with torch.no_grad():
         for rows in row_chunks(num_pairs, max(1, _CHUNK_ENTRIES // student.vocab_size)) if num_pairs else [slice(0)]:
-            s, t = _select(student, rows).logits(), _select(teacher, rows).logits()  # [n, V]
+            s, t = rows_of(student, rows).logits(), rows_of(teacher, rows).logits()  # [n, V]
             scales = (1 / temperature, 1 / temperature)
             whole = kernels_for(s).divergence_rows(s, t, options.beta, scales=scales)  # [6, n]
             scores = top_k_scores(t, t.argmax(-1), options.top_k, temperature=temperature, rows="pairs")
@@ -219,12 +219,12 @@ def _in_chunks(
         return read(student, teacher, weights)
     parts = []
     for rows in row_chunks(num_pairs, size):
-        some = _select(student, rows), _select(teacher, rows), weights[rows]
+        some = rows_of(student, rows), rows_of(teacher, rows), weights[rows]
         parts.append(checkpoint(read, *some, use_reentrant=False, preserve_rng_state=False))
     return _Pairs(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _select(scores: _Rows, rows: slice) -> _Rows:
-    """The scores of some rows."""
+def rows_of(scores: _Rows, rows: slice | Tensor) -> _Rows:
+    """The scores of some rows: a slice of them, or their numbers."""
     own = {f.name: getattr(scores, f.name) for f in fields(scores)}
     return replace(scores, **{name: v[rows] for name, v in own.items() if isinstance(v, Tensor)})

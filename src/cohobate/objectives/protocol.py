@@ -6,7 +6,7 @@ the step was split; so a term carries its sum and the *name* of its count, and t
 over the whole optimizer step and all ranks. The counts are known from masks and geometry before anything is scored.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -54,6 +54,7 @@ class ObjectiveOutput:
     terms: dict[str, Term]
     metrics: dict[str, Metric] = field(default_factory=dict)
     pair_loss: Tensor | None = None  # [N] detached, weights included; NaN where a row must be named
+    step_values: dict[str, Tensor] = field(default_factory=dict)  # detached scalars for `after_step`: `StepMemory`
 
 
 @runtime_checkable
@@ -88,19 +89,38 @@ class StepObjective(Objective, Protocol):
         ...
 
     def measure(self, student: StudentScores, teacher: TeacherScores | None, batch: AlignedBatch, /) -> Tensor:
-        """`[N, M]` float32 detached numbers of each pair."""
+        """`[n, M]` detached numbers, of each pair or of whatever the choice is made from."""
         ...
 
     def prepared(self, step_measures: Tensor, /) -> Objective:
-        """The objective of the step whose pairs measured `step_measures [N_step, M]`."""
+        """The objective of the step whose micro-batches measured `step_measures [n_step, M]`, in any order."""
         ...
+
+
+class StepMemory(Protocol):
+    """Optional verbs by which one step's numbers reach the next: found by their names, and none changes the object.
+
+    `with_counts` gives the objective of the step with these counts, which are of all ranks, before anything is scored.
+    `after_step` is called once the step's gradients are known to be finite, with what its micro-batches gave as
+    `step_values`, added up over all ranks; what it returns is the objective from there on. `state_dict` is saved with
+    a checkpoint unless it is empty, and `with_state_dict` gives the objective that goes on from it.
+    """
+
+    def with_counts(self, counts: Mapping[str, float]) -> Objective: ...
+
+    def after_step(self, values: Mapping[str, float], counts: Mapping[str, float]) -> Objective: ...
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def with_state_dict(self, state: Mapping[str, Tensor]) -> Objective: ...
 
 
 _FITTING: dict[type, str] = {
     HiddenScores: "DivergenceObjective or PolicyGradientObjective",
     DenseScores: "DivergenceObjective or PolicyGradientObjective",
-    TopKScores: "DivergenceObjective with top_k=None",
+    TopKScores: "DivergenceObjective with top_k=None or CommonSupportObjective",
     SampledScores: "PolicyGradientObjective",
+    SeveralScores: "CommonSupportObjective or ProjectedObjective with one part for each teacher",
 }
 
 
@@ -145,6 +165,38 @@ def check_accepts(objective: Objective, teacher: Any | None) -> None:
             f"{name} accepts {wanted}, but the teacher {type(teacher).__name__} provides {provides.__name__}. "
             f"For this teacher use {fitting}."
         )
+    _check_tokenizers(objective, teacher)
+
+
+def _check_tokenizers(objective: Objective, teacher: Any) -> None:
+    """Refuse a teacher that reads tokens of its own where tokens are compared one by one, and the reverse."""
+    name, who = type(objective).__name__, type(teacher).__name__
+    wanted: tuple[bool, ...] | None = getattr(objective, "own_tokenizers", None)
+    texts = getattr(teacher, "texts", None)
+    found = None if texts is None else tuple(text is not None for text in texts)
+    if wanted is None:
+        if found is not None and any(found):
+            raise ConfigError(
+                f"{name} compares the tokens of both sides one by one, but {who} has a tokenizer of its own. Use "
+                "CommonSupportObjective or ProjectedObjective."
+            )
+        return
+    found = (False,) * len(wanted) if found is None else found
+    if len(wanted) != len(found):
+        raise ConfigError(
+            f"{name} was made for {len(wanted)} teachers, but {who} is {len(found)}. Give one part each."
+        )
+    for i, (has_part, has_text) in enumerate(zip(wanted, found, strict=True)):
+        if has_part and not has_text:
+            raise ConfigError(
+                f"{name} has a part for teachers[{i}], but that teacher reads the student's tokens. Put it into an "
+                "OwnTokenizerTeacher with its tokenizer, or make the part None."
+            )
+        if has_text and not has_part:
+            raise ConfigError(
+                f"teachers[{i}] has a tokenizer of its own, but {name} takes it for one with the student's. Give it "
+                "the part that relates the two vocabularies."
+            )
 
 
 def for_step(
@@ -155,12 +207,14 @@ def for_step(
 ) -> Objective:
     """The objective to use for the micro-batches of one optimizer step: itself, unless it is a `StepObjective`.
 
+    One that has something to choose in some settings only says so in `needs_step`.
+
     Args:
         scored: every micro-batch of this rank with its two predictions, best a generator: it is read, one micro-batch
         at a time and under `no_grad`, only if the objective needs it.
         join_ranks: gives the rows `[n, M]` of all ranks in any order; called once by every rank, also with n = 0.
     """
-    if not isinstance(objective, StepObjective):
+    if not isinstance(objective, StepObjective) or not getattr(objective, "needs_step", True):
         return objective
     with torch.no_grad():
         measures = [objective.measure(student, teacher, batch) for student, teacher, batch in scored]
@@ -187,7 +241,7 @@ def check_scores(
     if accepts and teacher is not None and not isinstance(teacher, SeveralScores):
         sides["teacher"] = teacher
     for side, scores in sides.items():
-        num = _num_pairs(scores)
+        num = num_pairs_of(scores)
         if num != batch.num_pairs:
             raise ValueError(
                 f"the {side} scored {num} pairs but the batch has {batch.num_pairs}: select the rows of "
@@ -208,7 +262,8 @@ def only_weighted(values: Tensor, weights: Tensor) -> Tensor:
     return torch.where(dead, values.detach(), values)
 
 
-def _num_pairs(scores: OneTeacherScores) -> int:
+def num_pairs_of(scores: OneTeacherScores) -> int:
+    """The predictions that some scores are of."""
     if isinstance(scores, HiddenScores):
         return scores.hidden.shape[0]
     if isinstance(scores, DenseScores):

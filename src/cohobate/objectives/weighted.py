@@ -51,8 +51,9 @@ class SumObjective:
                 raise ConfigError(f"the weight of part {name!r} must be a finite number, got {weight}.")
             if isinstance(part, StepObjective):
                 raise ConfigError(
-                    f"part {name!r} ({type(part).__name__}) chooses pairs from the whole step and cannot stand inside "
-                    "a sum. Put it around the sum: TokenSelectionObjective(objective=SumObjective(...))."
+                    f"part {name!r} ({type(part).__name__}) looks at the whole step and cannot stand inside a sum. A "
+                    "selection goes around it: TokenSelectionObjective(objective=SumObjective(...)); CSD and X-Token "
+                    "have a cross-entropy of their own (ce_weight, ce_rows)."
                 )
         if not self.accepts and any(part.accepts for _, part in self.parts.values()):
             wishes = "; ".join(
