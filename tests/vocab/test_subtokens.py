@@ -280,7 +280,7 @@ def test_the_worked_example_by_hand():
 
 def test_what_is_no_bpe_or_cannot_write_text_is_refused():
     words = word_tokenizer({"<unk>": 0, "<eos>": 1, "a": 2})
-    with pytest.raises(VocabularyMismatch, match=r"WordLevel vocabulary\. Sub-token tables need BPE"):
+    with pytest.raises(VocabularyMismatch, match=r"WordLevel vocabulary; its decoder is Fuse\. Sub-token tables"):
         SubtokenTables.build(other(), words)
     narrow = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     narrow.pre_tokenizer, narrow.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which predictions speak of the same thing."""
 
+from cohobate.align.cross_tokenizer import TeacherText, TeacherTokens, with_teachers
 from cohobate.align.opsd import OPSDTrainingBatch, TeacherContext, aligned_batch, build_opsd_training_batch
+from cohobate.align.packing import PackRow, PackSide, plan_lockstep
 from cohobate.align.response import ResponseTokenBatch, align_rollout_logits
 from cohobate.align.rollout import (
     AlignedBatch,
@@ -20,12 +22,16 @@ __all__ = [
     "AlignedSide",
     "Chunks",
     "OPSDTrainingBatch",
+    "PackRow",
+    "PackSide",
     "ResponseTokenBatch",
     "RolloutBatch",
     "RolloutRequest",
     "SamplingConfig",
     "TeacherContext",
     "TeacherSide",
+    "TeacherText",
+    "TeacherTokens",
     "align_bytes",
     "align_regions",
     "align_rollout_logits",
@@ -35,5 +41,7 @@ __all__ = [
     "common_truncation",
     "completion_mask",
     "concat_rollouts",
+    "plan_lockstep",
     "select_rows",
+    "with_teachers",
 ]

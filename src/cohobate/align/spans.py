@@ -233,14 +233,16 @@ def _align_content(
     if text_s != text_t and not (may_be_cut and (text_s.startswith(text_t) or text_t.startswith(text_s))):
         raise AlignmentError(_difference(where, student.name, text_s, teacher.name, text_t))
     moves_s, moves_t = _that_move(ends_s), _that_move(ends_t)  # the tokens that have bytes: their ends ascend strictly
-    cuts, reached = ends_s[moves_s], ends_t[moves_t]
-    found = np.searchsorted(reached, cuts)
-    common = found < len(reached)
-    common[common] = reached[found[common]] == cuts[common]
-    last_s, last_t = moves_s[common], moves_t[found[common]]  # [C] the token that ends each chunk
+    ends_here = np.full(max(len(text_s), len(text_t)) + 1, -1)  # by byte: the teacher's token that ends there
+    ends_here[ends_t[moves_t]] = moves_t
+    found = ends_here[ends_s[moves_s]]
+    common = found >= 0
+    last_s, last_t = moves_s[common], found[common]  # [C] the token that ends each chunk
     if len(last_s) == 0:
         return _chunks([], [], [], [])
-    first_s, first_t = np.append(0, last_s[:-1] + 1), np.append(0, last_t[:-1] + 1)
+    first_s, first_t = _after_each(last_s), _after_each(last_t)
+    if len(at_s) == ours[1] - ours[0] and len(at_t) == theirs[1] - theirs[0]:  # no special between the tokens
+        return _chunks(first_s + ours[0], last_s + (ours[0] + 1), first_t + theirs[0], last_t + (theirs[0] + 1))
     start_s, end_s, start_t, end_t = at_s[first_s], at_s[last_s] + 1, at_t[first_t], at_t[last_t] + 1
     # A special without counterpart inside a chunk would be counted among its tokens.
     unbroken = (end_s - start_s == last_s + 1 - first_s) & (end_t - start_t == last_t + 1 - first_t)
@@ -248,15 +250,29 @@ def _align_content(
 
 
 def _that_move(ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.flatnonzero(np.diff(ends, prepend=0))
+    moved = np.empty(len(ends), dtype=np.bool_)
+    moved[:1] = ends[:1] != 0
+    np.not_equal(ends[1:], ends[:-1], out=moved[1:])
+    return np.flatnonzero(moved)
+
+
+def _after_each(last: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The first token of each chunk: the one behind the last of the chunk before."""
+    first = np.empty_like(last)
+    first[0] = 0
+    np.add(last[:-1], 1, out=first[1:])
+    return first
 
 
 def _content(side: Side, tokens: tuple[int, int]) -> tuple[NDArray[np.int64], NDArray[np.int64], bytes]:
     """Positions of the tokens in a range that are no specials, where each ends in the range's bytes, those bytes."""
     start, end = tokens
-    at = np.flatnonzero(side.special[start:end] == 0) + start
-    first = side.ends[start]
-    return at, side.ends[at + 1] - first, side.text[first : side.ends[end]]
+    first, special = side.ends[start], side.special[start:end]
+    text = side.text[first : side.ends[end]]
+    if not special.any():
+        return np.arange(start, end), side.ends[start + 1 : end + 1] - first, text
+    at = np.flatnonzero(special == 0) + start
+    return at, side.ends[at + 1] - first, text
 
 
 def _side(name: str, pieces: Pieces, roles: Roles | None) -> Side:

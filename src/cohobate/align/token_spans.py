@@ -4,6 +4,8 @@
 Only table look-ups stand between the ids and `spans.py`, since this runs for every row of every step.
 """
 
+import contextlib
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,10 +67,7 @@ def _id_of(side: str, roles: Mapping[int, frozenset[str]], text: str) -> int:
 
 
 def _side(name: str, vocabulary: TokenPieces, ids: TokenIds, roles: Mapping[int, frozenset[str]]) -> Side:
-    array = np.asarray(ids.detach().cpu() if isinstance(ids, Tensor) else ids)
-    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-        raise AlignmentError(f"{name}_ids must be one row of integers, got shape {array.shape} of {array.dtype}.")
-    array = array.astype(np.int64)
+    array = _integers(name, ids)
     num_ids = len(vocabulary.pieces)
     if array.size and not 0 <= array.min() <= array.max() < num_ids:
         at = int(np.flatnonzero((array < 0) | (array >= num_ids))[0])
@@ -82,7 +81,17 @@ def _side(name: str, vocabulary: TokenPieces, ids: TokenIds, roles: Mapping[int,
         name=name,
         lengths=vocabulary.lengths[array],
         special=special,
-        text=b"".join(map(vocabulary.pieces.__getitem__, array.tolist())),
+        text=vocabulary.spell(array),
         roles={i: roles[token_id] for i in at_special if (token_id := int(array[i])) in roles},
         strip_space=vocabulary.prefix_space,
     )
+
+
+def _integers(name: str, ids: TokenIds) -> NDArray[np.int64]:
+    if isinstance(ids, list | tuple):
+        with contextlib.suppress(struct.error):  # holds something else: numpy says what
+            return np.frombuffer(struct.pack(f"{len(ids)}q", *ids), dtype=np.int64)  # a third of `asarray`'s time
+    array = np.asarray(ids.detach().cpu() if isinstance(ids, Tensor) else ids)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise AlignmentError(f"{name}_ids must be one row of integers, got shape {array.shape} of {array.dtype}.")
+    return array.astype(np.int64)

@@ -6,6 +6,7 @@ from cohobate.data.draws import draw_on_policy
 from cohobate.data.load import load_rows
 from cohobate.data.privileged import DEFAULT_TEMPLATE, CompletionView, PrivilegedConfig, PrivilegedContext
 from cohobate.data.prompts import EncodedRows, PromptConfig, PromptEncoder, PromptRow, PromptSource, PromptTooLong
+from cohobate.data.retokenize import TeacherReader
 from cohobate.data.rows import dataset_fingerprint
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "PromptRow",
     "PromptSource",
     "PromptTooLong",
+    "TeacherReader",
     "dataset_fingerprint",
     "draw_on_policy",
     "load_rows",

@@ -61,14 +61,18 @@ class PrivilegedConfig:
 class PrivilegedContext:
     """Rows, and what the student answered, to complete teacher prefixes."""
 
-    def __init__(self, tokenizer: Any, config: PrivilegedConfig | None = None) -> None:
+    def __init__(self, tokenizer: Any, config: PrivilegedConfig | None = None, *, own_tokenizer: bool = False) -> None:
+        """`own_tokenizer`: `tokenizer` is not the student's, whose ids would mean nothing to it."""
         self.config = config or PrivilegedConfig()
+        self._own_tokenizer = own_tokenizer
         self._renderer = Renderer(tokenizer, allow_control_tokens=self.config.allow_control_tokens)
         own = (self.config.system_prompt, self.config.template_args, self.config.generation_prefix or None)
         self._writes_anew = any(value is not None for value in own)
 
     def __call__(self, prompt_row: PromptRow, completion: CompletionView | None = None) -> tuple[int, ...]:
         """Ids of everything that the teacher reads before the completion of this row.
+
+        With its own tokenizer a teacher reads a `text` row from the beginning: there is nothing before it.
 
         Raises:
             DataError: naming the row: a missing column, messages that do not end with a question, a prefix over
@@ -82,8 +86,9 @@ class PrivilegedContext:
 
     def _prefix(self, prompt_row: PromptRow, completion: CompletionView | None) -> tuple[int, ...]:
         value = self._privileged(prompt_row.row, completion)
-        if value is None and not self._writes_anew:
-            ids = prompt_row.prompt_ids
+        says_nothing = value is None and not self._writes_anew
+        if says_nothing and (prompt_row.source is None or not self._own_tokenizer):
+            ids = () if self._own_tokenizer else prompt_row.prompt_ids
         else:
             source = self._source(prompt_row, value)
             asked = render_source(self._renderer, source)

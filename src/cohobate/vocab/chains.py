@@ -22,6 +22,7 @@ from cohobate.errors import VocabularyMismatch
 from cohobate.vocab.tokens import (
     alphabet,
     backend_of,
+    decoder_of,
     describe,
     fingerprint,
     merges_fingerprint,
@@ -165,8 +166,9 @@ def build_table(
             if writable.issuperset(piece):
                 raise VocabularyMismatch(
                     f"{destination.name} spells {piece!r} (id {token_id} of {source.name}) as "
-                    f"{[wanted[i] for i in chain]}, which are other bytes. Sub-token tables need a BPE vocabulary "
-                    "whose merges keep the bytes."
+                    f"{[wanted[i] for i in chain]}, which are other bytes; its decoder is "
+                    f"{decoder_of(destination.tokenizer)}. Sub-token tables need a BPE vocabulary whose merges keep "
+                    "the bytes."
                 )
             unwritable.append(token_id)
             chain = ()
@@ -175,8 +177,8 @@ def build_table(
         raise VocabularyMismatch(
             f"{destination.name} cannot write {len(unwritable)} of the {len(pieces)} tokens of {source.name} (the "
             f"first is id {unwritable[0]}, {pieces[unwritable[0]]!r}): it has no token for "
-            f"{256 - len(writable)} of the 256 bytes. Sub-token tables need a vocabulary that writes any text: "
-            "ByteLevel BPE, or BPE with byte fallback."
+            f"{256 - len(writable)} of the 256 bytes; its decoder is {decoder_of(destination.tokenizer)}. Sub-token "
+            "tables need a vocabulary that writes any text: ByteLevel BPE, or BPE with byte fallback."
         )
     if progress is not None:
         progress(len(pieces), len(pieces))
@@ -222,8 +224,8 @@ def _speller(vocabulary: Vocabulary) -> Callable[[bytes], tuple[int, ...]]:
     model = backend_of(vocabulary.tokenizer).model
     if type(model).__name__ != "BPE":
         raise VocabularyMismatch(
-            f"{vocabulary.name} is a {type(model).__name__} vocabulary. Sub-token tables need BPE, whose merges spell "
-            "any bytes in one way."
+            f"{vocabulary.name} is a {type(model).__name__} vocabulary; its decoder is "
+            f"{decoder_of(vocabulary.tokenizer)}. Sub-token tables need BPE, whose merges spell any bytes in one way."
         )
     letters = alphabet(vocabulary.tokenizer)
 

@@ -6,7 +6,7 @@ tokenizer object. Unlike `token_bytes`, an added token that is not special (`<th
 the other side may spell it with ordinary tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,6 +26,22 @@ class TokenPieces:
     roles: dict[int, frozenset[str]]  # special id -> `bos`, `eos`, ... and its own text
     prefix_space: bool  # the tokenizer may put a space in front of a text that has none
     num_tokens: int  # that the tokenizer had when it was read
+    text: NDArray[np.uint8] = field(init=False)  # all pieces behind each other
+    ends: NDArray[np.int64] = field(init=False)  # [V] where each ends in `text`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", np.frombuffer(b"".join(self.pieces), dtype=np.uint8))
+        object.__setattr__(self, "ends", self.lengths.cumsum())
+
+    def spell(self, ids: NDArray[np.int64]) -> bytes:
+        """The bytes of `ids [n]`, which are in range; four times as fast as joining `pieces`."""
+        if not len(ids):
+            return b""
+        lengths = self.lengths[ids]
+        ends = lengths.cumsum()
+        place = np.arange(ends[-1])
+        place += np.repeat(self.ends[ids] - ends, lengths)  # from the text of `ids` to that of the vocabulary
+        return self.text[place].tobytes()
 
 
 _READ: WeakKeyDictionary[Any, TokenPieces] = WeakKeyDictionary()
@@ -38,8 +54,11 @@ def token_pieces(tokenizer: Any) -> TokenPieces:
         VocabularyMismatch: as `token_bytes`.
     """
     backend = backend_of(tokenizer)
-    num_tokens = backend.get_vocab_size(with_added_tokens=True)
     kept = _READ.get(tokenizer)
+    # Where every id has a token, one more would be the next id; asking for that takes a hundredth of counting them.
+    if kept is not None and kept.num_tokens == len(kept.pieces) and backend.id_to_token(kept.num_tokens) is None:
+        return kept
+    num_tokens = backend.get_vocab_size(with_added_tokens=True)
     if kept is None or kept.num_tokens != num_tokens:
         kept = _READ[tokenizer] = _read(tokenizer, num_tokens)
     return kept

@@ -45,7 +45,7 @@ def token_bytes(tokenizer: Any) -> list[bytes | None]:
     if lossy := [step["type"] for step in text_steps(tokenizer) if _loses_text(step)]:
         raise VocabularyMismatch(
             f"{describe(tokenizer)} changes or drops characters of the text ({', '.join(lossy)}), so its ids do not "
-            "give the text's bytes back. Only NFC normalisation is accepted."
+            f"give the text's bytes back; its decoder is {decoder_of(tokenizer)}. Only NFC normalisation is accepted."
         )
     table, added = vocabulary_table(tokenizer)
     return [None if token_id in added else piece for token_id, piece in enumerate(table)]
@@ -227,6 +227,12 @@ def _list(table: list[bytes | None], start: int) -> str:
 def describe(tokenizer: Any) -> str:
     """What a message calls this tokenizer."""
     return f"{type(tokenizer).__name__} {getattr(tokenizer, 'name_or_path', '') or '(unnamed)'}"
+
+
+def decoder_of(tokenizer: Any) -> str:
+    """What a message calls this tokenizer's decoder."""
+    kinds = [part["type"] for part in component_parts(backend_of(tokenizer).decoder, "decoders")]
+    return ", ".join(kinds) or "none"
 
 
 def backend_of(tokenizer: Any) -> Any:
