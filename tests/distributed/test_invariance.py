@@ -21,7 +21,10 @@ def same(found: dict, wanted: dict, where: object) -> None:
         k for k in found["log"] if k.startswith(("kl/", "entropy/", "top1", "completion/", "rows/", "loss/"))
     }
     for name in shared:
-        assert found["log"][name] == pytest.approx(wanted["log"][name], rel=2e-6, abs=1e-7), (name, where)
+        assert found["log"][name] == pytest.approx(wanted["log"][name], rel=5e-6, abs=1e-7), (
+            name,
+            where,
+        )  # k3 is e^x - 1 - x of a small x
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from cohobate.align.rollout import AlignedSide
+from cohobate.errors import ConfigError
 from cohobate.teachers import pair_scores
-from cohobate.teachers.packing import can_pack, packed_side
+from cohobate.teachers.packing import can_pack, check_packing, packed_side
 from tiny import llama
 
 
@@ -122,3 +123,32 @@ def test_trying_leaves_mode_and_gradients_alone() -> None:
     can_pack(model)
     assert model.training
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_packing_that_was_asked_for_and_works_raises_nothing() -> None:
+    check_packing(llama(), "student")
+    check_packing(llama().to(torch.bfloat16), "teacher")
+
+
+def test_packing_that_was_asked_for_and_cannot_be_names_side_backend_and_reason() -> None:
+    with pytest.raises(
+        ConfigError, match=r"rows of the teacher \(MistralForCausalLM, attention backend 'sdpa'\).*slid"
+    ):
+        check_packing(other_model("window"), "teacher")
+    with pytest.raises(ConfigError, match=r"takes no position_ids.*Turn packing off"):
+        check_packing(other_model("positions from the mask"), "student")
+
+
+def test_what_only_a_trial_shows_is_refused_too() -> None:
+    class Smeared(LlamaForCausalLM):
+        """Every token sees the one before it, of whatever row."""
+
+        def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **given: Any) -> Any:
+            embedded = self.model.embed_tokens(input_ids)
+            smeared = embedded + torch.nn.functional.pad(embedded, (0, 0, 1, 0))[:, :-1]
+            return super().forward(inputs_embeds=smeared, position_ids=position_ids, **given)
+
+    model = Smeared(llama().config).eval()
+    assert not can_pack(model)
+    with pytest.raises(ConfigError, match="gave other hidden states for two short rows"):
+        check_packing(model, "student")

@@ -7,8 +7,8 @@ import torch
 
 from cohobate.errors import NonFiniteError
 from cohobate.objectives import ObjectiveOutput
+from cohobate.trainer.aligners import without_pairs
 from cohobate.trainer.canaries import FiniteCheck, teacher_notice
-from cohobate.trainer.step import without_pairs
 
 
 def three_rows():
@@ -58,8 +58,8 @@ def test_a_uniform_teacher_is_noticed() -> None:
 
 
 def test_a_teacher_that_equals_the_student_is_reported() -> None:
-    metrics = {"kl/forward": 0.0, "kl/reverse": 0.0, "entropy/teacher": 1.0}
+    metrics = {"kl/forward": 0.0, "kl/reverse": 1e-8, "entropy/teacher": 1.0}  # some processors leave a rounding error
     notice = teacher_notice(metrics, vocab_size=10)
     assert notice is not None
     assert "teacher equals student" in notice
-    assert teacher_notice(metrics | {"kl/forward": 1e-9}, vocab_size=10) is None
+    assert teacher_notice(metrics | {"kl/forward": 1e-5}, vocab_size=10) is None

@@ -8,8 +8,9 @@ import torch
 
 from cohobate.errors import ConfigError
 from cohobate.parallel.world import World
+from cohobate.trainer.aligners import without_pairs
 from cohobate.trainer.state import load_state, read_tensors, save_state, write_tensors
-from cohobate.trainer.step import Window, without_pairs
+from cohobate.trainer.step import Window
 
 ALONE = World(rank=0, size=1)
 HELD = Window(groups=((without_pairs(3),), (without_pairs(4), without_pairs(5)))), 2

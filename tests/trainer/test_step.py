@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohobate.trainer.step import plan_micro_batches, spread, without_pairs
+from cohobate.trainer.aligners import without_pairs
+from cohobate.trainer.step import plan_micro_batches, spread
 
 
 def test_without_a_budget_rows_stay_in_order() -> None:

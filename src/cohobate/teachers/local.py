@@ -13,7 +13,7 @@ from cohobate.errors import ConfigError
 from cohobate.functional.scores import DenseScores, HiddenScores, OutputHead
 from cohobate.parallel.modules import eval_mode, unwrapped
 from cohobate.teachers.forward import check_head, dense_pair_scores, pair_scores
-from cohobate.teachers.packing import can_pack, packed_side
+from cohobate.teachers.packing import can_pack, check_packing, packed_side
 
 _log = logging.getLogger(__name__)
 
@@ -28,18 +28,25 @@ class ModelScorer:
         self.model = unwrapped(model)
         self.vocab_size = vocab_size
         self.provides: type = HiddenScores if check_head(self.model) else DenseScores
-        self._packs = can_pack(self.model)
+        self._packs, self._always = can_pack(self.model), False
         if self.provides is DenseScores:
             name = type(self.model).__name__
             _log.info("%s: its output head is not a plain linear map, so it is scored by its own logits [N, V].", name)
 
+    def pack_rows(self, name: str) -> None:
+        """Pack every batch from now on, as it was planned to fit only so; `ConfigError` if the model cannot."""
+        check_packing(self.model, name)
+        self._packs = self._always = True
+
     def __call__(self, side: AlignedSide, call: Callable[..., Any] | None = None) -> HiddenScores | DenseScores:
         device = next(self.model.parameters()).device
-        side = packed_side(side, self.model) if self._packs else side
         inputs = {name: value.to(device) for name, value in side.model_inputs.items()}
+        side = AlignedSide(model_inputs=inputs, pair_index=side.pair_index.to(device))
+        if self._packs:  # where the tensors stay: one that stands for two is moved as two
+            side = packed_side(side, self.model, always=self._always)
         score = pair_scores if self.provides is HiddenScores else dense_pair_scores
         with torch.no_grad(), eval_mode(self.model):
-            scores = score(self.model, inputs, side.pair_index, vocab_size=self.vocab_size, call=call)
+            scores = score(self.model, side.model_inputs, side.pair_index, vocab_size=self.vocab_size, call=call)
         return scores if isinstance(scores, DenseScores) else _detached(scores)
 
 
@@ -79,3 +86,7 @@ class LocalTeacher:
     def score(self, batch: AlignedBatch, /) -> HiddenScores | DenseScores:
         """The N pairs' scores, detached, on the device of the model."""
         return self._scorer(batch.teacher)
+
+    def pack_rows(self, name: str = "teacher") -> None:
+        """Pack every batch, planned to fit only without padding. `name` is for the error of a model that cannot."""
+        self._scorer.pack_rows(name)

@@ -1,14 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One row instead of many: a batch without its padding, and with a prefix that its rows share run only once.
+"""Whether a model computes from one packed row what it computes from many padded ones: tried, not believed.
 
-Rows of a micro-batch differ in length and begin alike (a system prompt, or the prompt itself when several completions
-are drawn for it). A causal model gives a token the same hidden state whatever stands beside its row, so the tokens
-that a pair depends on can be laid behind each other in one row: the shared prefix first, then what is each row's own,
-with the row's positions, under a mask that shows every token its own row and the prefix. Nothing is approximated; on
-SmolLM2 with short chats a third of the tokens of every forward and backward pass go away.
-
-It is a detail of one forward pass: batches keep their padded form everywhere else. Used on a CPU only: on a GPU a
-mask of its own keeps attention from the flash kernels. Whether a model takes such a mask is tried once, not believed.
+What a config tells of a model's attention rules some models out (`packing_refusals`), and no config rules one in. So a
+model is shown two short rows both ways before its batches are packed. How rows are packed is `align/packed_rows.py`.
 """
 
 import contextlib
@@ -17,137 +11,74 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cohobate.align.packed_rows import MASKED, attention_backend, packed_side, packing_refusals
 from cohobate.align.rollout import AlignedSide
+from cohobate.errors import ConfigError
 from cohobate.parallel.modules import eval_mode, is_sharded, unwrapped
 from cohobate.teachers.forward import dense_pair_scores, pair_scores
+
+__all__ = ["can_pack", "check_packing", "packed_side"]
 
 # What models raise that cannot read a mask of four dimensions; `HeadNotReadable` is a ValueError too.
 _REFUSALS = (ValueError, TypeError, RuntimeError, IndexError)
 
 
-def packed_side(side: AlignedSide, model: nn.Module) -> AlignedSide:
-    """The same N predictions from one row of n tokens, where `model` has less to compute that way; else `side` itself.
-
-    `model_inputs` of the result: `input_ids`, `position_ids` `[1, n]`, an additive `attention_mask [1, 1, n, n]`.
-    Ask `can_pack` first.
-    """
-    ids = side.model_inputs["input_ids"]
-    needed = _needed(side)
-    if not needed.any():
-        return side
-    tokens, segment, place_of = _layout(side, needed)
-    num_rows, width = ids.shape
-    if not _pays(tokens.numel(), num_rows, width, model):
-        return side
-    order = torch.arange(tokens.numel(), device=ids.device)
-    seen = (segment[None, :] == segment[:, None]) | (segment[None, :] < 0)
-    seen &= order[None, :] <= order[:, None]
-    dtype = _dtype(model)
-    hidden = torch.zeros(seen.shape, dtype=dtype, device=ids.device).masked_fill_(~seen, torch.finfo(dtype).min)
-    return AlignedSide(
-        model_inputs={
-            "input_ids": ids.flatten()[tokens][None],
-            "position_ids": side.model_inputs["position_ids"].flatten()[tokens][None],
-            "attention_mask": hidden[None, None],
-        },
-        pair_index=place_of[side.pair_index],
-    )
-
-
 def can_pack(model: nn.Module) -> bool:
-    """Whether `model` computes the same from a packed row, tried on two short ones; False wherever in doubt.
+    """Whether to pack the batches of `model` unasked; False wherever in doubt.
 
-    Costs two tiny forward passes, in eval mode and without gradients. Windowed attention is told from the config,
-    since short rows would not show it. Half precision is left alone, since it could not show a small difference, and
-    so are weights that are sharded when this is asked: every rank would have to ask.
+    On a CPU only: on a GPU a mask of its own keeps attention from the flash kernels. Half precision is left alone,
+    since it could not show a small difference, and so are weights that are sharded when this is asked: every rank
+    would have to ask. Costs two tiny forward passes, in eval mode and without gradients.
     """
     base: Any = unwrapped(model)
-    if is_sharded(base):
+    if is_sharded(base) or packing_refusals(base):
         return False
     weight = next(base.parameters())
-    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.float64) or not _attends_freely(base):
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.float64):
         return False
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    return attention_backend(base) in MASKED and _computes_the_same(base, tolerance=1e-4)
+
+
+def check_packing(model: nn.Module, side: str) -> None:
+    """Raise unless the rows of `model`, the student or a teacher as `side` says, can be packed when that is asked for.
+
+    Windowed attention is told from the config, since short rows would not show it; the rest is tried, within what the
+    weights' precision can show, unless they are sharded.
+
+    Raises:
+        ConfigError: with every reason, and the attention backend.
+    """
+    base: Any = unwrapped(model)
+    reasons = packing_refusals(base)
+    if not reasons and not is_sharded(base):
+        exact = next(base.parameters()).dtype in (torch.float32, torch.float64)
+        if not _computes_the_same(base, tolerance=1e-4 if exact else 2.0**-4):
+            reasons = ["it gave other hidden states for two short rows packed than for the same rows padded"]
+    if reasons:
+        raise ConfigError(
+            f"rows of the {side} ({type(base).__name__}, attention backend {attention_backend(base)!r}) cannot be "
+            f"packed: {'; '.join(reasons)}. Turn packing off, or load the model with another attention backend "
+            "(attn_implementation='sdpa' suits most)."
+        )
+
+
+def _computes_the_same(base: Any, *, tolerance: float) -> bool:
+    """Whether two short rows give the same states packed as padded, up to `tolerance` of each state's size."""
+    device = next(base.parameters()).device
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]], device=device)
     inputs = {
-        "input_ids": torch.tensor([[0, 1, 0, 1], [0, 1, 1, 0]]),
+        # The token before the second row's own part is another one packed (0) than in its row (1).
+        "input_ids": torch.tensor([[0, 1, 1, 0], [0, 1, 0, 0]], device=device),
         "attention_mask": mask,
         "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
     }
     side = AlignedSide(model_inputs=inputs, pair_index=torch.nonzero(mask.flatten())[:, 0])
     with torch.no_grad(), eval_mode(base):
-        wanted, found = (_states(base, s) for s in (side, packed_side(side, base)))
+        wanted, found = (_states(base, s) for s in (side, packed_side(side, base, always=True)))
     if wanted is None or found is None or wanted.shape != found.shape:
         return False
-    return bool(((wanted - found).abs().amax(-1) <= 1e-4 * wanted.abs().amax(-1).clamp(min=1e-6)).all())
-
-
-def _needed(side: AlignedSide) -> Tensor:
-    """`[B, T]` bool: attended tokens up to the last one of their row that predicts something."""
-    mask = side.model_inputs["attention_mask"] != 0
-    num_rows, width = mask.shape
-    last = torch.full((num_rows,), -1, dtype=torch.int64, device=mask.device)
-    last.scatter_reduce_(0, side.pair_index // width, side.pair_index % width, "amax")
-    return mask & (torch.arange(width, device=mask.device) <= last[:, None])
-
-
-def _layout(side: AlignedSide, needed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Flat indices `[n]` of the tokens to run, the row `[n]` of each (-1: shared), and where each token `[B T]` is."""
-    num_rows, width = needed.shape
-    rows = torch.nonzero(needed.any(1))[:, 0]
-    begin = needed.int().argmax(1)
-    place = torch.arange(width, device=needed.device) - begin[:, None]  # [B, T] from the row's first token on
-    shared = _shared_length(side, rows, begin[rows], needed[rows].sum(1))
-    is_shared = needed & (place >= 0) & (place < shared)
-    first = int(rows[0])
-    kept = needed & ~is_shared
-    kept[first] |= is_shared[first]
-    tokens = torch.nonzero(kept.flatten())[:, 0]
-    place_of = torch.full((num_rows * width,), -1, dtype=torch.int64, device=needed.device)
-    place_of[tokens] = torch.arange(tokens.numel(), device=needed.device)
-    # A shared token is where the first row's is: the prefix stands first, in order.
-    place_of = torch.where(is_shared.flatten(), place.flatten(), place_of)
-    segment = torch.where(is_shared.flatten()[tokens], -1, tokens // width)
-    return tokens, segment, place_of
-
-
-def _shared_length(side: AlignedSide, rows: Tensor, begin: Tensor, lengths: Tensor) -> int:
-    """How many tokens, from the first on, are the same in all of `rows`."""
-    if len(rows) < 2:
-        return 0
-    columns = begin[:, None] + torch.arange(int(lengths.min()), device=begin.device)  # [R, shortest]
-    same = torch.ones(columns.shape[1], dtype=torch.bool, device=begin.device)
-    for name in ("input_ids", "position_ids"):
-        values = side.model_inputs[name][rows[:, None], columns]
-        same &= (values == values[:1]).all(0)
-    return int(same.int().cumprod(0).sum())
-
-
-def _pays(num_tokens: int, num_rows: int, width: int, model: nn.Module) -> bool:
-    """Compares multiplications of a layer: about 12 H^2 a token outside attention, 2 H for a pair inside it."""
-    config = getattr(unwrapped(model), "config", None)
-    size = getattr(_text_config(config), "hidden_size", 0) or 0
-    return 12 * size * (num_rows * width - num_tokens) > 2 * (num_tokens**2 - num_rows * width**2)
-
-
-def _attends_freely(base: Any) -> bool:
-    """Whether the config tells of full attention through kernels that take a mask of one's own."""
-    config: Any = _text_config(getattr(base, "config", None))
-    if config is None or getattr(config, "_attn_implementation", None) not in ("sdpa", "eager"):
-        return False
-    layers = getattr(config, "layer_types", None)
-    if layers is not None:
-        return all(kind == "full_attention" for kind in layers)
-    return not any(getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-
-
-def _text_config(config: Any) -> Any:
-    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    if torch.is_autocast_enabled("cpu"):
-        return torch.get_autocast_dtype("cpu")
-    return next(unwrapped(model).parameters()).dtype
+    difference, size = (wanted - found).abs().amax(-1), wanted.abs().amax(-1).clamp(min=1e-6)
+    return bool((difference <= tolerance * size).all())
 
 
 def _states(base: nn.Module, side: AlignedSide) -> Tensor | None:

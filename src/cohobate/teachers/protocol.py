@@ -16,8 +16,10 @@ from cohobate.functional.scores import TeacherScores
 class Teacher(Protocol):
     """One verb, `score`; needs no base class.
 
-    Three further verbs are called where a teacher has them: `after_optimizer_step()`, and `state_dict()` with
-    `load_state_dict(...)` (`StatefulTeacher`), which travel in checkpoints.
+    Further verbs are called where a teacher has them: `after_optimizer_step()`; `state_dict()` with
+    `load_state_dict(...)` (`StatefulTeacher`), which travel in checkpoints; `pack_rows(name)`, once, where rows are
+    packed; `check_rows(sample_ids)`, once, with the names of all rows. One that knows recorded completions alone says
+    so: `recorded_only = True`.
     """
 
     @property

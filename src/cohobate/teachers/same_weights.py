@@ -77,6 +77,9 @@ class Live:
     def provides(self) -> type:
         return self._scorer.provides
 
+    def pack_rows(self, name: str = "teacher") -> None:
+        self._scorer.pack_rows(name)
+
     def score(self, batch: AlignedBatch, /) -> HiddenScores | DenseScores:
         return self._scorer(batch.teacher)
 
@@ -103,6 +106,9 @@ class AdapterOff:
     def provides(self) -> type:
         return self._scorer.provides
 
+    def pack_rows(self, name: str = "teacher") -> None:
+        self._scorer.pack_rows(name)
+
     def score(self, batch: AlignedBatch, /) -> HiddenScores | DenseScores:
         with _adapter_off(self._scorer.model):
             return self._scorer(batch.teacher)
@@ -118,6 +124,9 @@ class Frozen:
     @property
     def provides(self) -> type:
         return self._scorer.provides
+
+    def pack_rows(self, name: str = "teacher") -> None:
+        self._scorer.pack_rows(name)
 
     def score(self, batch: AlignedBatch, /) -> HiddenScores | DenseScores:
         return self._scorer(batch.teacher, self._shadow.call)
@@ -135,6 +144,9 @@ class EMA:
     @property
     def provides(self) -> type:
         return self._scorer.provides
+
+    def pack_rows(self, name: str = "teacher") -> None:
+        self._scorer.pack_rows(name)
 
     def score(self, batch: AlignedBatch, /) -> HiddenScores | DenseScores:
         return self._scorer(batch.teacher, self._shadow.call)

@@ -17,6 +17,7 @@ PAPERS: dict[str, tuple[str, str]] = {
     "opsd": ("OPSD: on-policy self-distillation", "2601.18734"),
     "sdft": ("SDFT: self-distillation fine-tuning", "2601.19897"),
     "sdpo": ("SDPO", "2601.20802"),
+    "xtoken": ("X-Token: Projection-Guided Cross-Tokenizer Knowledge Distillation", "2605.21699"),
 }
 _PACKAGES = ("cohobate", "torch", "transformers", "accelerate", "tokenizers", "datasets", "peft")
 

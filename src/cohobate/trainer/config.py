@@ -46,6 +46,10 @@ class DistillationConfig(TrainingArguments):
         default=None,
         metadata={"help": "Padded tokens, both sides, in one micro-batch; None splits by batch size in rows."},
     )
+    packing: bool = field(
+        default=False,
+        metadata={"help": "Rows behind each other without padding; token_budget is what each model's pass holds."},
+    )
     log_completions: bool = field(
         default=False, metadata={"help": "Write prompts and completions to Parquet files in the output folder."}
     )
@@ -106,6 +110,9 @@ class DistillationConfig(TrainingArguments):
         need(self.max_completion_length >= 1, "max_completion_length", ">= 1")
         need(self.max_prompt_length is None or self.max_prompt_length >= 1, "max_prompt_length", ">= 1 or None")
         need(self.token_budget is None or self.token_budget >= 1, "token_budget", ">= 1 or None")
+
+        if self.packing and self.token_budget is None:
+            raise ConfigError("packing fills micro-batches up to token_budget, the tokens of one pass: set it too.")
 
     def sampling(self, *, evaluation: bool = False) -> SamplingConfig:
         """How completions are drawn: as configured, or for evaluation one completion at `eval_temperature`."""

@@ -14,8 +14,9 @@ from cohobate.align.rollout import AlignedBatch, SamplingConfig
 from cohobate.data import PromptRow
 from cohobate.objectives import ObjectiveOutput
 from cohobate.parallel.world import all_reduce_max, current_world
-from cohobate.trainer.metrics import MetricSums, add_rollout_metrics
-from cohobate.trainer.step import RolledOut, StepAssembler, completion_ids, in_step
+from cohobate.trainer.metrics import MetricSums, add_alignment_metrics, add_rollout_metrics
+from cohobate.trainer.rolled_out import RolledOut, completion_ids
+from cohobate.trainer.step import StepAssembler
 
 Grader = Callable[[Mapping[str, Any], str], float]
 
@@ -61,7 +62,9 @@ class Evaluation:
             if self.grader is not None:
                 self._grade(sums, rolled, self.grader)
             if self.score is not None:
-                for batch in in_step(self.assembler.align(rolled), pad_token_id=self.assembler.pad_token_id):
+                aligned = self.assembler.align(rolled)
+                add_alignment_metrics(sums, aligned)
+                for batch in aligned:
                     self._add(batch, self.score(batch), sums, terms)
         result = sums.reduce()
         parts = terms.reduce()

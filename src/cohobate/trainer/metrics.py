@@ -7,7 +7,7 @@ The same names go to every logger; `metrics.jsonl` in the output folder holds th
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from cohobate.align.cross_tokenizer import unaligned
 from cohobate.align.rollout import AlignedBatch, RolloutBatch
 from cohobate.align.rollout_ops import completion_mask
 from cohobate.files import written_whole
 from cohobate.objectives import Metric, ObjectiveOutput
 from cohobate.parallel.gather import all_reduce_largest, union_of_names
 from cohobate.parallel.world import all_reduce_sum
-from cohobate.trainer.step import RolledOut, completion_ids
+from cohobate.trainer.rolled_out import RolledOut, completion_ids
 
 
 class MetricSums:
@@ -112,6 +113,16 @@ def add_rollout_metrics(
         sums.add(f"{prefix}mean_terminated_length", some[stopped].sum(), stopped.sum())
     cut = ~ended[is_sampled] & (lengths[is_sampled] >= max_new_tokens)
     sums.add("completion/truncated_share", cut.sum(), cut.numel())
+
+
+def add_alignment_metrics(sums: MetricSums, batches: Sequence[AlignedBatch]) -> None:
+    """How much of the completions teachers with their own tokenizers say nothing about, averaged over them."""
+    for batch in batches:
+        pairs = torch.bincount(batch.row, minlength=batch.num_rows)
+        for outside, chunks in unaligned(batch):
+            sums.add("align/unaligned_student_share", outside.sum(), pairs.sum())
+            num_rows = sum(bool(name) for name in batch.sample_ids)  # a rank without rows runs one without a name
+            sums.add("align/rows_without_chunk", ((chunks == 0) & (pairs > 0)).sum(), num_rows)
 
 
 class MetricsFile(TrainerCallback):

@@ -20,6 +20,8 @@ from cohobate.teachers import (
     Teacher,
 )
 from cohobate.teachers.load import load_tokenizer, resolve_model
+from cohobate.teachers.packing import check_packing
+from cohobate.trainer.aligners import Aligner
 from cohobate.trainer.card import RunDescription
 from cohobate.trainer.config import DistillationConfig
 from cohobate.vocab import check_config_vocab_size, check_same_vocabulary, real_vocab_size
@@ -195,6 +197,13 @@ def teacher(
         widths = {"student_width": head_width(student_model), "teacher_width": head_width(given)}
         vocab_size = _proven_vocabulary(tokenizer, teacher_tokenizer, recorded_text=recorded_text, **widths)
         return LocalTeacher(given, vocab_size=vocab_size, device=device), vocab_size
+    if getattr(given, "texts", None) is not None:
+        if teacher_tokenizer is not None:
+            raise ConfigError(
+                f"teacher_processing_class would have no effect beside {type(given).__name__}, which says itself which"
+                " tokenizers its teachers read. Leave it out."
+            )
+        return given, _real_ids(student_model, tokenizer)
     if hasattr(given, "score"):
         if teacher_tokenizer is None:
             return given, None
@@ -238,6 +247,44 @@ def check_context(model: nn.Module, rows: Rows | None) -> None:
                 f"but the student has {limit} positions (max_position_embeddings). Leave long rows out"
                 " (max_prompt_length with over_long='skip'), or take a student with more positions."
             )
+
+
+def check_readable(aligner: Aligner, *given: Any) -> None:
+    """Every set of rows (`Rows`, a dict of them, or None) must be such as the teachers can read."""
+    for rows in given:
+        if isinstance(rows, Mapping):
+            check_readable(aligner, *rows.values())
+        elif rows is not None:
+            aligner.check(rows.rows)
+
+
+def check_recorded(teacher: Any, args: DistillationConfig, *given: Any) -> None:
+    """A teacher that knows recorded completions alone needs rows that have one, and knows them all; or now, not later.
+
+    `given`: sets of rows, as for `check_readable`.
+    """
+    if not getattr(teacher, "recorded_only", False):
+        return
+    name = type(teacher).__name__
+    if args.on_policy_fraction > 0:
+        raise ConfigError(
+            f"{name} knows the recorded completions that were scored and no others, but "
+            f"on_policy_fraction={args.on_policy_fraction} samples new ones. Set it to 0."
+        )
+    sets = [rows for one in given for rows in (one.values() if isinstance(one, Mapping) else [one])]
+    for rows in filter(None, sets):
+        without = next((row.sample_id for row in rows.rows if row.completion_ids is None), None)
+        if without is not None:
+            raise DataError(f"row {without!r} has no recorded completion, and {name} knows no other.")
+        teacher.check_rows([row.sample_id for row in rows.rows])
+
+
+def packing(student_model: nn.Module, teacher: Any) -> None:
+    """Every model of the run packs its rows from now on; `ConfigError` for one that cannot."""
+    check_packing(student_model, "student")
+    pack = getattr(teacher, "pack_rows", None)
+    if pack is not None:
+        pack("teacher")
 
 
 def check_importance_ratio(objective: Objective, args: DistillationConfig) -> None:

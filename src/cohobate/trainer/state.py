@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a checkpoint that transformers does not know: what a teacher carries, and rollouts still to be reused.
+"""The part of a checkpoint that transformers does not know: what a teacher and an objective carry, and rollouts still
+to be reused.
 
 safetensors for tensors, JSON in their headers for the rest.
 """
@@ -17,10 +18,12 @@ from torch import Tensor
 from cohobate.align.rollout import AlignedBatch, AlignedSide
 from cohobate.errors import ConfigError
 from cohobate.files import written_whole
+from cohobate.objectives import Objective
 from cohobate.parallel.world import World
 from cohobate.trainer.step import Window
 
 FORMAT = 1
+OBJECTIVE_STATE = "objective_state.safetensors"
 Held = tuple[Window, int] | None
 
 
@@ -64,6 +67,33 @@ def load_state(folder: Path, *, teacher: Any, world: World) -> Held:
     return _unpack_window(tensors, header), int(header["uses"])
 
 
+def save_objective(folder: Path, objective: Objective, *, world: World) -> None:
+    """Write (on rank 0) what the objective carries from step to step into a checkpoint folder, if it does."""
+    carried = _carried(objective)
+    if world.rank == 0 and carried:
+        write_tensors(folder / OBJECTIVE_STATE, carried, {"format": FORMAT})
+
+
+def load_objective(folder: Path, objective: Objective) -> Objective:
+    """The objective that goes on from what `save_objective` wrote; itself if it carries nothing from step to step."""
+    carried = _carried(objective)
+    if not carried:
+        return objective
+    path = folder / OBJECTIVE_STATE
+    if not path.exists():
+        raise ConfigError(
+            f"{folder.name} has no {OBJECTIVE_STATE}, but {type(objective).__name__} carries {', '.join(carried)} from"
+            " step to step: resuming would begin it anew. Resume from a checkpoint of the same recipe."
+        )
+    restored: Any = objective
+    return restored.with_state_dict(read_tensors(path)[0])
+
+
+def _carried(objective: Objective) -> dict[str, Tensor]:
+    state_dict = getattr(objective, "state_dict", None)
+    return {} if state_dict is None else state_dict()
+
+
 def _window_path(folder: Path, rank: int) -> Path:
     return folder / f"rollout_window_rank{rank}.safetensors"
 
@@ -92,6 +122,7 @@ def _pack_window(window: Window) -> tuple[dict[str, Tensor], dict[str, Any]]:
     for g, group in enumerate(window.groups):
         names.append([])
         for m, batch in enumerate(group):
+            assert not batch.teachers  # what compares their chunks has no importance ratio, so no window is held
             names[-1].append(list(batch.sample_ids))
             _pack(tensors, f"{g}.{m}", batch)
     return tensors, {"format": FORMAT, "sample_ids": names}

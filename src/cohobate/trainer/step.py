@@ -12,32 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from cohobate.align import aligned_batch, build_opsd_training_batch
-from cohobate.align.rollout import AlignedBatch, AlignedSide, RolloutBatch, SamplingConfig
-from cohobate.align.rollout_ops import completion_mask, select_rows
-from cohobate.data import (
-    CompletionView,
-    PrivilegedContext,
-    PromptRow,
-    draw_on_policy,
-    rollout_request,
-    teacher_context,
-)
+from cohobate.align.packing import PackRow, PackSide, fill_bins, with_num_bins
+from cohobate.align.rollout import AlignedBatch, SamplingConfig
+from cohobate.data import PromptRow, draw_on_policy, rollout_request
 from cohobate.objectives import Objective
 from cohobate.parallel.world import all_reduce_max, keyed_seed
 from cohobate.rollouts import MixedRollouts, RolloutSource
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolledOut:
-    """Rows with their completions; row i of every field is one completion."""
-
-    rollout: RolloutBatch
-    rows: tuple[PromptRow, ...]  # [B] the data row of each completion
-    is_sampled: Tensor  # [B] bool
-    sampling_seconds: float
+from cohobate.trainer.aligners import Aligner
+from cohobate.trainer.rolled_out import RolledOut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +49,7 @@ def plan_micro_batches(
 ) -> tuple[tuple[int, ...], ...]:
     """Which rows go together: `max_rows` at a time in order, or by width so that `rows * widest` keeps to a budget.
 
-    `widths` are the tokens of each row, both sides added. A row wider than the budget goes alone.
+    `widths` are the tokens of each row, all sides added. A row wider than the budget goes alone.
     """
     if token_budget is None:
         return tuple(tuple(range(s, min(s + max_rows, len(widths)))) for s in range(0, len(widths), max_rows))
@@ -89,42 +72,19 @@ def spread(batches: Sequence[AlignedBatch], num_groups: int) -> tuple[tuple[Alig
     return tuple(tuple(batches[s : s + n]) for s, n in zip(starts, sizes, strict=True))
 
 
-def without_pairs(token_id: int) -> AlignedBatch:
-    """A micro-batch of one token and no pair: what a rank runs to stay in step when it has no rows left."""
-    none = torch.zeros(0, dtype=torch.int64)
-    one = torch.ones((1, 1), dtype=torch.int64)
-    inputs = {"input_ids": one * token_id, "attention_mask": one, "position_ids": one * 0}
-    side = AlignedSide(model_inputs=inputs, pair_index=none)
-    return AlignedBatch(
-        student=side,
-        teacher=side,
-        target_ids=none,
-        weights=torch.zeros(0),
-        row=none,
-        is_sampled=torch.zeros(1, dtype=torch.bool),
-        sample_ids=("",),
-        sampler_logprobs=torch.zeros(0),
-    )
-
-
-def in_step(batches: Sequence[AlignedBatch], *, pad_token_id: int, at_least: int = 1) -> list[AlignedBatch]:
-    """As many micro-batches as the rank with the most has: forward passes may be collectives. Every rank calls it."""
-    wanted = all_reduce_max(max(len(batches), at_least))
-    return [*batches, *[without_pairs(pad_token_id)] * (wanted - len(batches))]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAssembler:
     """Makes windows. Holds the parts that a step needs before any scoring; keeps nothing between calls."""
 
     rollouts: RolloutSource
-    privileged: PrivilegedContext | None
-    decode: Any  # the tokenizer's `decode`, for privileged contexts that read the completion
+    aligner: Aligner  # the one that the teacher needs
+    decode: Any  # the tokenizer's `decode`, for graders
     pad_token_id: int
     seed: int
     on_policy_fraction: float
     max_rows: int  # completions in one micro-batch
     token_budget: int | None
+    packing: bool = False  # the budget is what each model's pass holds without padding
 
     def roll_out(
         self,
@@ -159,37 +119,32 @@ class StepAssembler:
             sampling_seconds=time.perf_counter() - started,
         )
 
-    def align(self, rolled: RolledOut) -> list[AlignedBatch]:
-        """Micro-batches of aligned pairs; every row's teacher prefix is complete and its own."""
-        prefixes = self._teacher_prefixes(rolled)
-        student_widths = rolled.rollout.attention_mask.sum(1).tolist()
-        completions = [len(ids) for ids in completion_ids(rolled.rollout)]
-        widths = [s + len(p) + c for s, p, c in zip(student_widths, prefixes, completions, strict=True)]
-        plan = plan_micro_batches(widths, max_rows=self.max_rows, token_budget=self.token_budget)
-        return [self._micro_batch(rolled, prefixes, rows) for rows in plan]
+    def align(self, rolled: RolledOut, *, at_least: int = 1) -> list[AlignedBatch]:
+        """Micro-batches of aligned pairs; every row's teacher prefix is complete and its own.
 
-    def _micro_batch(self, rolled: RolledOut, prefixes: list[tuple[int, ...]], rows: tuple[int, ...]) -> AlignedBatch:
-        rollout = select_rows(rolled.rollout, rows)
-        context = teacher_context([prefixes[r] for r in rows], self.pad_token_id)
-        batch = build_opsd_training_batch(rollout=rollout, teacher_context=context, pad_token_id=self.pad_token_id)
-        return aligned_batch(
-            batch,
-            sample_ids=tuple(rolled.rows[r].sample_id for r in rows),
-            is_sampled=rolled.is_sampled[list(rows)],
-            sampler_logprobs=rollout.sampler_logprobs,
-        )
-
-    def _teacher_prefixes(self, rolled: RolledOut) -> list[tuple[int, ...]]:
-        if self.privileged is None:
-            return [row.prompt_ids for row in rolled.rows]
-        completions = completion_ids(rolled.rollout)
-        return [
-            self.privileged(row, CompletionView(ids=ids, text=self.decode(ids, skip_special_tokens=True)))
-            for row, ids in zip(rolled.rows, completions, strict=True)
+        As many as the rank with the most rows makes, and `at_least` so many: forward passes may be collectives. So
+        every rank calls this.
+        """
+        reading = self.aligner.read(rolled)
+        rows = [
+            PackRow(sample_id=row.sample_id, lengths=lengths)
+            for row, lengths in zip(rolled.rows, reading.lengths, strict=True)
         ]
+        sides = self._sides(len(rows[0].lengths) if rows else 1)
+        plan = fill_bins(rows, sides) if sides else self._padded_plan(rows)
+        wanted = all_reduce_max(max(len(plan), at_least))
+        if sides:
+            plan = with_num_bins(plan, wanted, rows, sides)
+        batches = [reading.batch(places) for places in plan if places]
+        return [*batches, *[self.aligner.without_pairs(self.pad_token_id)] * (wanted - len(batches))]
 
+    def _padded_plan(self, rows: Sequence[PackRow]) -> tuple[tuple[int, ...], ...]:
+        widths = [sum(row.lengths) for row in rows]
+        return plan_micro_batches(widths, max_rows=self.max_rows, token_budget=self.token_budget)
 
-def completion_ids(rollout: RolloutBatch) -> list[tuple[int, ...]]:
-    """The attended completion tokens of each row."""
-    chosen = completion_mask(rollout)
-    return [tuple(ids[mask].tolist()) for ids, mask in zip(rollout.input_ids, chosen, strict=True)]
+    def _sides(self, num_sides: int) -> list[PackSide]:
+        """The models whose rows are packed, each with the whole budget; none where rows are padded."""
+        if not self.packing or self.token_budget is None:
+            return []
+        names = ["student", *(f"teacher {i}" for i in range(num_sides - 1))]
+        return [PackSide(name=name, capacity=self.token_budget) for name in names]

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from cohobate.align.rollout import AlignedBatch
-from cohobate.data import PrivilegedContext, PromptConfig, PromptEncoder
+from cohobate.data import PromptConfig, PromptEncoder
 from cohobate.errors import ConfigError
 from cohobate.functional.reduce import divide_by_count
 from cohobate.functional.scores import DenseScores, HiddenScores, TeacherScores
@@ -31,6 +31,7 @@ from cohobate.rollouts import LocalRollouts, RolloutSource
 from cohobate.teachers import check_head, dense_pair_scores, pair_scores
 from cohobate.teachers.packing import can_pack, packed_side
 from cohobate.trainer import resolve
+from cohobate.trainer.aligners import aligner_of
 from cohobate.trainer.canaries import FiniteCheck, teacher_notice, warn_once
 from cohobate.trainer.card import RunDescription, model_card, write_model_card
 from cohobate.trainer.config import DistillationConfig
@@ -38,14 +39,16 @@ from cohobate.trainer.evaluation import Evaluation, Grader, my_rows
 from cohobate.trainer.metrics import (
     MetricsFile,
     MetricSums,
+    add_alignment_metrics,
     add_rollout_metrics,
     completion_columns,
     write_completions,
 )
 from cohobate.trainer.sampler import WindowSampler
 from cohobate.trainer.signals import GracefulStop
-from cohobate.trainer.state import load_state, save_state
-from cohobate.trainer.step import StepAssembler, StepGroup, Window, in_step, spread
+from cohobate.trainer.state import load_objective, load_state, save_objective, save_state
+from cohobate.trainer.step import StepAssembler, StepGroup, Window, spread
+from cohobate.trainer.step_values import StepValues
 
 logger = logging.get_logger(__name__)
 
@@ -64,7 +67,8 @@ class DistillationTrainer(Trainer):
         objective: default `DivergenceObjective(beta, temperature=distill_temperature)`.
         rollouts: default the student's own `generate`.
         peft_config: wraps the student in an adapter.
-        teacher_processing_class: the teacher's tokenizer; proves that both sides share id -> bytes.
+        teacher_processing_class: the teacher's tokenizer; proves that both sides share id -> bytes. A teacher with
+            another vocabulary brings its tokenizer itself: `OwnTokenizerTeacher`.
         prompts: how rows become prompts. privileged: what the teacher sees more than the student.
         grader: `(row, completion text) -> [0, 1]`, for `eval/accuracy`.
         description: what the model card says beyond the settings.
@@ -138,20 +142,29 @@ class DistillationTrainer(Trainer):
         self.rollouts = rollouts or LocalRollouts(
             student, eos_token_ids=self.eos_token_ids, pad_token_id=pad, vocab_size=self.vocab_size
         )
+        aligner = aligner_of(
+            self.teacher, tokenizer, privileged=privileged, eos_token_ids=self.eos_token_ids, pad_token_id=pad
+        )
+        resolve.check_readable(aligner, train_rows, self.eval_dataset)
+        resolve.check_recorded(self.teacher, args, train_rows, self.eval_dataset)
         self._assembler = StepAssembler(
             rollouts=self.rollouts,
-            privileged=None if privileged is None else PrivilegedContext(tokenizer, privileged),
+            aligner=aligner,
             decode=tokenizer.decode,
             pad_token_id=pad,
             seed=args.seed if args.data_seed is None else args.data_seed,
             on_policy_fraction=args.on_policy_fraction,
             max_rows=args.per_device_train_batch_size * args.num_generations,
             token_budget=args.token_budget,
+            packing=args.packing,
         )
         self._reads_head = check_head(student)
-        self._packs = can_pack(student)
+        self._packs = args.packing or can_pack(student)
+        if args.packing:
+            resolve.packing(student, self.teacher)
         self._sums = MetricSums()
         self._finite = FiniteCheck()
+        self._step_values = StepValues()
         self._said: set[str] = set()
         self._held: tuple[Window, int] | None = None  # a window of rollouts and how many more steps use it
         self._stop_requested = False
@@ -186,7 +199,7 @@ class DistillationTrainer(Trainer):
         self._stop_requested = totals.pop("stop requested") > 0
         # One that must see the whole step first (token selection) scores it here.
         scored = (self._scores(self.model_wrapped, batch) for batch in micro)
-        objective = for_step(self.objective, scored, join_ranks=gather_rows)
+        objective = for_step(self._step_values.begin(self.objective, totals), scored, join_ranks=gather_rows)
         return [StepGroup(batches=group, objective=objective) for group in window.groups], totals
 
     def _window(self, rows: Sequence[Any], *, num_groups: int) -> Window:
@@ -206,9 +219,9 @@ class DistillationTrainer(Trainer):
             eos_token_ids=self.eos_token_ids,
             max_new_tokens=self.args.max_completion_length,
         )
-        pad = self._assembler.pad_token_id
-        micro = in_step(self._assembler.align(rolled), pad_token_id=pad, at_least=num_groups)
-        window = Window(groups=spread(micro, num_groups))
+        aligned = self._assembler.align(rolled, at_least=num_groups)
+        add_alignment_metrics(self._sums, aligned)
+        window = Window(groups=spread(aligned, num_groups))
         if self.args.num_iterations > 1:
             self._held = (window, self.args.num_iterations - 1)
         if self.args.log_completions:
@@ -238,6 +251,7 @@ class DistillationTrainer(Trainer):
             parts = [divide_by_count(term.sum, counts[term.count]) for term in output.terms.values()]
             loss = torch.stack(parts).sum()
         self._finite.see(batch, output, loss)
+        self._step_values.see(output)
         self._sums.add_metrics(output.metrics)
         self._sums.add_loss_by_origin(output, batch)
         scaled = loss * current_world().size  # gradients (and the logged loss) are averaged over ranks afterwards
@@ -251,7 +265,7 @@ class DistillationTrainer(Trainer):
         batch = batch.to(self.args.device)
         teacher = None if self.teacher is None else self.teacher.score(batch)
         read = pair_scores if self._reads_head else dense_pair_scores
-        side = packed_side(batch.student, model) if self._packs else batch.student
+        side = packed_side(batch.student, model, always=self.args.packing) if self._packs else batch.student
         student = read(model, side.model_inputs, side.pair_index, vocab_size=self.vocab_size)
         return student, teacher, batch
 
@@ -263,6 +277,7 @@ class DistillationTrainer(Trainer):
         if any_rank(not self._finite.loss_is_finite() or not (scaled or math.isfinite(value))):
             self._finite.refuse(step=self.state.global_step + 1, grad_norm=value)
         self._finite.clear()
+        self.objective = self._step_values.end(self.objective)
         return grad_norm
 
     # ---- logging and evaluation -------------------------------------------------------------------------------------
@@ -342,12 +357,14 @@ class DistillationTrainer(Trainer):
         super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
         save_state(folder, teacher=self.teacher, held=self._held, world=current_world())
+        save_objective(folder, self.objective, world=current_world())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Every resumed training comes through here, whatever loaded its weights (transformers or DeepSpeed)."""
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self._held = load_state(Path(checkpoint), teacher=self.teacher, world=current_world())
+            self.objective = load_objective(Path(checkpoint), self.objective)
 
     def _forget(self, *, resumed: bool) -> None:
         """Drop what an earlier `train()` of this object left behind, also one that ended in an error."""
