@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cross_tokenizer
 import fused
 import gpu
 import growth
@@ -43,6 +44,7 @@ SECTIONS = {
     "vocab-parallel": Section(module=vocab_parallel, cases=vocab_parallel.cases, rounds=5),
     "growth": Section(module=growth, cases=growth.cases, rounds=5, render=tables.growth_table),
     "gpu": Section(module=gpu, cases=gpu.cases, rounds=9),
+    "cross-tokenizer": Section(module=cross_tokenizer, cases=cross_tokenizer.cases, rounds=5),
     "trainer": Section(module=trainer, cases=trainer.cases, rounds=5, render=_trainer_text),
 }
 

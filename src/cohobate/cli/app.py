@@ -18,11 +18,12 @@ import typer
 from cohobate.cli.align import align
 from cohobate.cli.demo import demo
 from cohobate.cli.evaluate import evaluate
+from cohobate.cli.score import score
 from cohobate.cli.train import train
 from cohobate.cli.vocabularies import projection, subtokens
-from cohobate.errors import CohobateError, ConfigError, MissingExtra, VocabularyMismatch
+from cohobate.errors import CohobateError, ConfigError, MissingExtra, TeacherUnreachable, VocabularyMismatch
 
-FAILED, WRONG_USAGE = 1, 2
+FAILED, WRONG_USAGE, TRY_AGAIN = 1, 2, 75
 TRACEBACK = "--traceback"
 ENVIRONMENT = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -46,8 +47,9 @@ or the student itself seeing more (a worked solution, say).
 
 [bold]Exit codes[/bold]
 
-0 done · 1 the run or its data failed · 2 wrong usage or settings · 130, 143
-stopped by Ctrl-C or SIGTERM with a checkpoint that --resume goes on from
+0 done · 1 the run or its data failed · 2 wrong usage or settings · 75 the
+teacher's server is unreachable, run it again later · 130, 143 stopped by
+Ctrl-C or SIGTERM with a checkpoint that --resume goes on from
 """
 
 app = typer.Typer(
@@ -61,6 +63,7 @@ app = typer.Typer(
 )
 app.command("train")(train)
 app.command("eval")(evaluate)
+app.command("score")(score)
 app.command("demo")(demo)
 app.command("align")(align)
 app.add_typer(subtokens, name="subtokens")
@@ -100,7 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def exit_code(error: CohobateError) -> int:
-    """2 when the settings or the combination of parts cannot work, 1 when a run or its data failed."""
+    """2 when the settings or the combination of parts cannot work, 75 when the teacher's server did not answer, 1 when
+    a run or its data failed."""
+    if isinstance(error, TeacherUnreachable):
+        return TRY_AGAIN
     return WRONG_USAGE if isinstance(error, ConfigError | MissingExtra | VocabularyMismatch) else FAILED
 
 

@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
@@ -59,7 +59,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecip
         raise ConfigError(unclear)
     text = OmegaConf.to_yaml(config, resolve=False)
     try:
-        missing = sorted(OmegaConf.missing_keys(config))
+        missing = sorted(key.replace("[", ".").replace("]", "") for key in OmegaConf.missing_keys(config))
         content = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as problem:
         raise ConfigError(f"recipe {name_or_path}: {_first_line(problem)}") from None
@@ -98,21 +98,55 @@ def merged_config(name_or_path: str) -> DictConfig:
 
 
 def _changed(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    for override in overrides:
-        key, equals, _ = override.partition("=")
-        if not equals or not key.strip():
-            raise ConfigError(f"changes to a recipe are written key=value, got {override!r}.")
+    """The recipe with its changes; a new `kind` of a section first drops what was set there for the old one."""
+    changes = dict(_change(override) for override in overrides)
     try:
-        changes = OmegaConf.from_dotlist(list(overrides))
-        for section, value in _nodes(OmegaConf.to_container(changes)):
-            before = OmegaConf.select(config, ".".join(section))
-            if not isinstance(value, dict) or not isinstance(before, DictConfig):
-                continue
-            if value.get("kind", before.get("kind")) != before.get("kind"):
-                OmegaConf.update(config, ".".join(section), OmegaConf.create({}), merge=False)
-        return cast(DictConfig, OmegaConf.merge(config, changes))
-    except (OmegaConfBaseException, YAMLError, ValueError) as problem:
+        for key, value in changes.items():
+            for place, inner in [((), value), *_nodes(value)]:
+                _drop_old_kind(config, ".".join((key, *place)), inner)
+        for key, value in changes.items():
+            _lengthen(config, key)
+            OmegaConf.update(config, key, value, merge=True, force_add=True)
+    except ConfigError:
+        raise
+    except (OmegaConfBaseException, ValueError, TypeError) as problem:
         raise ConfigError(f"cannot read the changes {' '.join(overrides)}: {_first_line(problem)}") from None
+    return config
+
+
+def _change(override: str) -> tuple[str, Any]:
+    """`key=value` as the dotted key and what YAML makes of the value."""
+    key, equals, value = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"changes to a recipe are written key=value, got {override!r}.")
+    try:
+        return key.strip(), OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))["value"]  # pyright: ignore
+    except (OmegaConfBaseException, YAMLError, ValueError) as problem:
+        raise ConfigError(f"cannot read the changes {override}: {_first_line(problem)}") from None
+
+
+def _drop_old_kind(config: DictConfig, key: str, value: Any) -> None:
+    section, _, last = key.rpartition(".")
+    if isinstance(value, dict) and "kind" in value:
+        section, last, value = key, "kind", value["kind"]
+    if last != "kind" or not section:
+        return
+    before = OmegaConf.select(config, section)
+    if isinstance(before, DictConfig) and before.get("kind") != value:
+        OmegaConf.update(config, section, OmegaConf.create({}), merge=False)
+
+
+def _lengthen(config: DictConfig, key: str) -> None:
+    """Room for one more entry where `key` names the place after the last one of a list, as in `teachers.1.model`."""
+    parts = key.replace("[", ".").replace("]", "").split(".")
+    for i, part in enumerate(parts):
+        entries = OmegaConf.select(config, ".".join(parts[:i])) if i else None
+        if not isinstance(entries, ListConfig) or not part.isdigit():
+            continue
+        if int(part) > len(entries):
+            raise ConfigError(f"{key} names entry {part} of a list of {len(entries)}: the next one is {len(entries)}.")
+        if int(part) == len(entries):
+            entries.append({})
 
 
 def _bare_temperature(config: DictConfig) -> str:
@@ -127,12 +161,15 @@ def _bare_temperature(config: DictConfig) -> str:
 
 
 def _nodes(node: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every key of nested mappings with its value, outer ones first; not into mappings whose keys are not ours."""
+    """Every key of nested sections with its value, outer ones first; not into mappings whose keys are not ours."""
     if isinstance(node, dict):
         for key, value in node.items():
             yield (*place, str(key)), value
-            if key not in ("options", "template_args", "rename"):
+            if key not in ("options", "template_args", "rename", "special_roles"):
                 yield from _nodes(value, (*place, str(key)))
+    elif isinstance(node, list):
+        for i, value in enumerate(node):
+            yield from _nodes(value, (*place, str(i)))
 
 
 def _missing_text(name: str, missing: Sequence[str]) -> str:
@@ -142,10 +179,10 @@ def _missing_text(name: str, missing: Sequence[str]) -> str:
 
 def _explanation(error: ValidationError, missing: Sequence[str]) -> str:
     """What is wrong, one sentence a problem; a `???` that was also left open is named with the rest."""
-    keys = section_keys()
     texts: list[str] = []
     for problem in error.errors(include_url=False):
         place = tuple(str(part) for part in problem["loc"])
+        keys = _at_entries(place)
         if problem["input"] == "???" or ".".join(_without_kinds(place, keys)) in missing:
             continue
         text = _problem(cast(dict[str, Any], problem), place, keys)
@@ -155,6 +192,14 @@ def _explanation(error: ValidationError, missing: Sequence[str]) -> str:
         return _missing_text("this", missing)
     left_out = f" ({len(texts) - _SHOWN_PROBLEMS} more.)" if len(texts) > _SHOWN_PROBLEMS else ""
     return " ".join(texts[:_SHOWN_PROBLEMS]) + left_out
+
+
+def _at_entries(place: tuple[str, ...]) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """`section_keys`, with the entry of a list that `place` names in place of "#", which is any."""
+    number = next((part for part in place if part.isdigit()), "0")
+    return {
+        tuple(number if part == "#" else part for part in section): names for section, names in section_keys().items()
+    }
 
 
 def _problem(problem: dict[str, Any], place: tuple[str, ...], keys: dict[tuple[str, ...], tuple[str, ...]]) -> str:
@@ -175,7 +220,7 @@ def _problem(problem: dict[str, Any], place: tuple[str, ...], keys: dict[tuple[s
         case "model_type" | "dict_type" | "model_attributes_type" | "dataclass_type":
             return f"{shown} must be a section of keys, got {_got(problem['input'])}."
         case "value_error":
-            return f"{shown}: {context['error']}"
+            return f"{shown}: {context['error']}" if shown else str(context["error"])
     message = problem["msg"].removeprefix("Input should be ").split(", unable")[0]
     return f"{shown} must be {message}, got {_got(problem['input'])}."
 
@@ -188,12 +233,12 @@ def _unknown_key(place: tuple[str, ...], keys: dict[tuple[str, ...], tuple[str, 
     siblings = keys.get(tuple(section), ())
     if hint := did_you_mean(name, siblings):
         return f"Unknown key {shown}.{hint}"
-    if "kind" in siblings and section:
-        others = [other[-1] for other in keys if other[:-1] == tuple(section[:-1]) and name in keys[other]]
-        home = f" ({name} goes with kind {' or '.join(others)})" if others else ""
-        return f"Unknown key {shown}: kind {section[-1]} takes {', '.join(siblings)}{home}."
+    others = [other[-1] for other in keys if other[:-1] == tuple(section[:-1]) and name in keys[other]]
     dotted = {".".join(_without_kinds((*s, n), keys)): n for s, names in keys.items() for n in names}
     same_name = [full for full, last in dotted.items() if last == name]
+    if "kind" in siblings and section and (others or not same_name):
+        home = f" ({name} goes with kind {' or '.join(others)})" if others else ""
+        return f"Unknown key {shown}: kind {section[-1]} takes {', '.join(siblings)}{home}."
     near = did_you_mean(name, dotted.values())
     wanted = same_name or [full for full, last in dotted.items() if near and repr(last) in near]
     if wanted:
@@ -218,7 +263,7 @@ def _without_kinds(place: tuple[str, ...], keys: dict[tuple[str, ...], tuple[str
     written, seen = [], ()
     for part in place:
         parent, seen = seen, (*seen, part)
-        if seen not in keys or part in keys.get(parent, ()):
+        if part.isdigit() or seen not in keys or part in keys.get(parent, ()):
             written.append(part)
     return tuple(written)
 

@@ -18,6 +18,7 @@ from cohobate.cli.build import build_trainer
 from cohobate.cli.evaluate import write_json
 from cohobate.cli.progress import EVALUATION, RunProgress, duration, numbers
 from cohobate.cli.recipe import LoadedRecipe
+from cohobate.teachers.server_check import check_server
 from cohobate.trainer.signals import GracefulStop
 from cohobate.trainer.trainer import DistillationTrainer
 
@@ -52,7 +53,9 @@ class Run:
         recipe, trainer = self.loaded.recipe, self.trainer
         rows, held_out = cast(Any, trainer.train_dataset), cast(Any, trainer.eval_dataset)
         kind = "none" if recipe.teacher is None else recipe.teacher.kind
-        named = getattr(recipe.teacher, "model", None)
+        places = ("path", "teacher_model_server_url", "model")
+        named = next((found for place in places if (found := getattr(recipe.teacher, place, None))), None)
+        several = [f"{e.model} ({'own' if e.aligner else 'the same'} tokenizer)" for e in recipe.teachers]
         parameters: Any = trainer.model.parameters() if trainer.model is not None else ()
         sizes = [(p.numel(), p.requires_grad) for p in parameters]
         total, trained = sum(n for n, _ in sizes), sum(n for n, grad in sizes if grad)
@@ -60,11 +63,21 @@ class Run:
         lines = [
             f"method    {recipe.method}",
             f"student   {recipe.student.model} ({_millions(total)} parameters{part})",
-            f"teacher   {f'{named} ({kind})' if named else kind}",
+            f"teacher   {', '.join(several) or (f'{named} ({kind})' if named else kind)}",
             f"rows      {len(rows)} to train on" + ("" if held_out is None else f", {len(held_out)} held out"),
             f"output    {recipe.output_dir}",
         ]
         return "\n".join(lines)
+
+    def try_server(self) -> str:
+        """Ask a teacher on a server what is easy to check, before it costs anything; an error stops the run here.
+
+        Every rank asks, as every rank will.
+        """
+        if self.loaded.recipe.teacher is None or self.loaded.recipe.teacher.kind != "server":
+            return ""
+        checks = check_server(cast(Any, self.trainer.teacher), self.trainer.processing_class)
+        return "\n".join(f"server    {check.name}: {check.detail}" for check in checks)
 
     def train(self, checkpoint: Path | None) -> int | None:
         """Train to the end or to a signal; returns the signal's number."""

