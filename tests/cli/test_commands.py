@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from cohobate.cli import main
 from cohobate.cli.app import ENVIRONMENT
 from cohobate.cli.recipe import load_recipe
-from cohobate.errors import ConfigError
+from cohobate.errors import ConfigError, TeacherUnreachable
+from cohobate.teachers import LocalTeacher
 
 SMALL = [
     "student.model=student",
@@ -264,6 +265,27 @@ def test_a_signal_leaves_a_checkpoint_that_resumes(cohobate, place: Path, number
     done = cohobate("train", "gkd", *SMALL, *LARGER, f"training.max_steps={reached + 1}", "--resume")
     assert done.code == 0, done.err
     assert f"step {reached + 1}/{reached + 1}" in done.out
+
+
+def test_a_teacher_that_goes_away_leaves_a_checkpoint_and_asks_to_run_again(
+    cohobate, place: Path, monkeypatch: pytest.MonkeyPatch
+):
+    scored = LocalTeacher.score
+    calls = []
+
+    def score(self, batch):
+        calls.append(batch)
+        if len(calls) == 3:
+            raise TeacherUnreachable("nobody answers at http://localhost:1.")
+        return scored(self, batch)
+
+    monkeypatch.setattr(LocalTeacher, "score", score)
+    change = ["training.max_steps=4", "training.save_steps=100", "eval.before=false"]
+    done = cohobate("train", "gkd", *SMALL, *LARGER, *change)
+    refused(done, 75, "nobody answers", "checkpoint-2 is the last whole step", "--resume")
+    done = cohobate("train", "gkd", *SMALL, *LARGER, *change, "--resume")
+    assert done.code == 0, done.err
+    assert "step 3/4" in done.out
 
 
 # ------------------------------------------------------------------ eval and demo

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 import tiny
+from cohobate.cli.app import exit_code
 from cohobate.errors import ConfigError, TeacherResponseError, TeacherUnreachable
 from cohobate.teachers import Patience, ServerTeacher
 from cohobate.teachers.server_client import Refused, ServerClient, Surroundings, TooLarge, checked_url
@@ -188,6 +189,11 @@ def test_a_request_is_given_up_at_the_deadline_and_not_long_after():
         ask(client)
     assert 270 < clock() - started <= 300
     assert issubclass(TeacherUnreachable, ConnectionError)
+
+
+def test_an_unreachable_teacher_has_an_exit_code_of_its_own():
+    errors = TeacherUnreachable("gone"), TeacherResponseError("wrong"), ConfigError("declined")
+    assert [exit_code(error) for error in errors] == [75, 1, 2]
 
 
 def test_an_answer_that_drips_is_cut_off_at_the_deadline_of_one_try():

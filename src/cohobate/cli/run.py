@@ -18,6 +18,7 @@ from cohobate.cli.build import build_trainer
 from cohobate.cli.evaluate import write_json
 from cohobate.cli.progress import EVALUATION, RunProgress, duration, numbers
 from cohobate.cli.recipe import LoadedRecipe
+from cohobate.errors import TeacherUnreachable
 from cohobate.teachers.server_check import check_server
 from cohobate.trainer.signals import GracefulStop
 from cohobate.trainer.trainer import DistillationTrainer
@@ -86,6 +87,11 @@ class Run:
             (self.folder / "recipe.yaml").write_text(self.loaded.text, encoding="utf-8")
         try:
             self.trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        except TeacherUnreachable as error:
+            saved = self.trainer.save_unfinished()
+            if saved is None:
+                raise
+            raise TeacherUnreachable(f"{error} {saved} is the last whole step: go on with --resume.") from error
         except KeyboardInterrupt:  # a second signal, or one before the first step
             return self.stop.received or signal.SIGINT
         finally:
@@ -93,6 +99,12 @@ class Run:
             self.stop.restore()
         stopped_elsewhere = signal.SIGTERM if self.trainer._stop_requested else None  # another rank had the signal
         return self.stop.received or stopped_elsewhere
+
+    def close(self) -> None:
+        """End what the teacher keeps open."""
+        close = getattr(self.trainer.teacher, "close", None)
+        if close is not None:
+            close()
 
     def finish(self) -> str:
         """Save the model, evaluate it, and say what came out."""

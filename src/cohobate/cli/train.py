@@ -83,12 +83,15 @@ def train(
         print(f"loading   {loaded.recipe.student.model}", flush=True)
     run = build_run(loaded, resume=resume)
     run.say(run.headline())
-    if found := run.try_server():
-        run.say(found)
-    stopped_by = run.train(checkpoint)
-    if stopped_by is not None:
-        _stopped(run, stopped_by, again)
-    run.say(run.finish())
+    try:
+        if found := run.try_server():
+            run.say(found)
+        stopped_by = run.train(checkpoint)
+        if stopped_by is not None:
+            _stopped(run, stopped_by, again)
+        run.say(run.finish())
+    finally:
+        run.close()
 
 
 def _stopped(run: "Run", number: int, again: str) -> None:

@@ -22,7 +22,9 @@ from cohobate.functional.logprobs import upcast
 from cohobate.functional.moments import side_moments
 from cohobate.functional.student_shards import StudentShards
 
+EPS = 1e-10  # under the number of rows and under the student's projected mass, as published
 _TILE_ENTRIES = 1 << 21  # of one [d, entries] tensor
+_TILE_COLUMNS = 1 << 18  # of one [d, I] tensor: several of them stay in a core's cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,54 @@ def _masses(
         at = rows[part, None]
         chosen = upcast(real[at, entries.student]) if real.shape[1] else log_z.new_zeros(at.shape[0], 0)
         yield part, (chosen * scale - log_z[at]).exp_().mul_(weight)
+
+
+class MassDivergence(torch.autograd.Function):
+    """KL of a chunk's projected mass m and the teacher's mean log-probabilities q, `[M]`, with the published floors:
+
+        n = m / (sum m + EPS) + EPS,   forward sum_j e^q_j (q_j - log n_j)     dL/dn_j = -e^q_j / n_j
+                                       reverse sum_j n_j (log n_j - q_j)       dL/dn_j = log n_j - q_j + 1
+        dL/dm_j = (dL/dn_j - sum_k dL/dn_k m_k / (sum m + EPS)) / (sum m + EPS)
+
+    Some chunks at a time, because the dozen steps would each read and write [M, I]. Saved: m, q.
+    Twin: `divergence(log n, q)`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mass: Tensor, q: Tensor, reverse: bool) -> Tensor:
+        ctx.save_for_backward(mass, q)
+        ctx.reverse = reverse
+        value = mass.new_empty(mass.shape[0])
+        for part in row_chunks(*_tiles(mass)):
+            n = _floored(mass[part])[0]
+            if reverse:
+                value[part] = n.log().sub_(q[part]).mul_(n).sum(-1)
+            else:
+                p = q[part].exp()
+                value[part] = torch.where(p > 0, n.log_().neg_().add_(q[part]).mul_(p), 0.0).sum(-1)
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_value: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        mass, q = ctx.saved_tensors
+        grad = torch.empty_like(mass)
+        for part in row_chunks(*_tiles(mass)):
+            n, total = _floored(mass[part])
+            slopes = n.log_().sub_(q[part]).add_(1) if ctx.reverse else q[part].exp().div_(n).neg_()
+            slopes -= (slopes * mass[part]).sum(-1, keepdim=True) / total
+            grad[part] = slopes.mul_(grad_value[part, None] / total)
+        return grad, None, None  # the teacher is a constant; a flag
+
+
+def _tiles(mass: Tensor) -> tuple[int, int]:
+    return mass.shape[0], max(1, _TILE_COLUMNS // max(1, mass.shape[1]))
+
+
+def _floored(mass: Tensor) -> tuple[Tensor, Tensor]:
+    """`n`, fresh, and `sum m + EPS` of each row."""
+    total = mass.sum(-1, keepdim=True).add_(EPS)
+    return (mass / total).add_(EPS), total
 
 
 class RowLogprobs(torch.autograd.Function):

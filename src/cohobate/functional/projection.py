@@ -27,16 +27,15 @@ from torch import Tensor
 from cohobate.functional.chunked_head import row_chunks
 from cohobate.functional.divergences import divergence
 from cohobate.functional.largest import largest_entries
-from cohobate.functional.logprobs import check_temperature, log_softmax, other_ids, upcast, wide_dtype
+from cohobate.functional.logprobs import check_temperature, log_softmax, other_ids, upcast, upcast_pair, wide_dtype
 from cohobate.functional.moments import WHOLE, together
-from cohobate.functional.projected_rows import Entries, ProjectedRows, RowLogprobs
+from cohobate.functional.projected_rows import EPS, Entries, MassDivergence, ProjectedRows, RowLogprobs
 from cohobate.functional.runs import Ints, joined_runs
 from cohobate.functional.scores import Rows, predictor_offset
 from cohobate.functional.student_shards import StudentShards, added, check_positions, row_places, rows_here
 from cohobate.functional.support_events import check_chunks, check_ids
 
 Mode = Literal["pkl", "gold", "hkl"]
-_EPS = 1e-10  # under the number of rows and under the student's projected mass, as published
 _ROWS_AT_ONCE = 64  # of the teacher's logits whose largest is looked for
 
 
@@ -165,11 +164,9 @@ class PreparedProjection:
             columns = self._columns(important).to(student.device)
             entries = _entries(self.projection, columns, options.drop_unreachable)
             projected: Any = ProjectedRows.apply(student, self.ours.rows, entries, scale, shards)  # [R, I]
-            r = self._over_chunks(projected, split, shards)  # [M, I]
-            r = torch.log(r / (r.sum(-1, keepdim=True) + _EPS) + _EPS)
-            chosen = self.teacher_logits[self.theirs.rows[:, None], entries.columns]
-            q = self.theirs(log_softmax(chosen, temperature=options.temperature))  # [M, I]
-            value = divergence(r, q, beta=options.beta)
+            mass = self._over_chunks(projected, split, shards)  # [M, I]
+            pair = upcast_pair(mass, self._teacher_means(entries.columns))
+            value: Any = MassDivergence.apply(*pair, options.reverse)
         else:
             logprobs: Any = RowLogprobs.apply(student, self.ours.rows, scale, shards)  # [R, W]
             s = self._over_chunks(logprobs, split, shards)  # [M, W]
@@ -187,12 +184,24 @@ class PreparedProjection:
         important = torch.full((self.teacher_logits.shape[1] if wanted else 0,), -torch.inf, dtype=wide, device=device)
         if wanted:
             for part in row_chunks(self.theirs.rows.shape[0], _ROWS_AT_ONCE):
-                rows = self.theirs.rows[part]
-                important = torch.maximum(important, upcast(self.teacher_logits[rows].amax(0)))
+                important = torch.maximum(important, upcast(self.theirs.read(self.teacher_logits, part).amax(0)))
         some = torch.zeros(len(self.valid), dtype=wide)  # [C] 1 where a part has some rows of a chunk and not all
         some[self.ours.chunk.cpu()] = (self.ours.held < self.ours.count).to(wide).cpu()
         important, some = together(shards.sequence.max, important, some.to(device))
         return important, some.nonzero().squeeze(-1)
+
+    def _teacher_means(self, columns: Tensor) -> Tensor:
+        """Mean over each of my chunks of the teacher's log-probabilities, normalised over `columns [I]`: `[M, I]`."""
+        total = torch.zeros(
+            self.theirs.chunk.shape[0],
+            columns.shape[0],
+            dtype=wide_dtype(self.teacher_logits),
+            device=self.teacher_logits.device,
+        )
+        for part in row_chunks(self.theirs.rows.shape[0], _ROWS_AT_ONCE):
+            chosen = self.theirs.read(self.teacher_logits, part).index_select(1, columns)
+            total.index_add_(0, self.theirs.slot[part], log_softmax(chosen, temperature=self.options.temperature))
+        return total.div_(self.theirs.count.to(total.dtype)[:, None] + EPS)
 
     def _columns(self, important: Tensor) -> Tensor:
         """The ids that take part, ascending: `[I]`."""
@@ -294,6 +303,7 @@ class ChunkMean:
     chunk: Tensor  # [H] ascending
     held: Tensor  # [H] how many of `rows`
     count: Tensor  # [H] of how many in all
+    first: int | None  # where `rows` are neighbours, the first of them: what is read of them is then no copy
 
     @classmethod
     def of(cls, rows: Ints, chunk: Ints, count: Ints, device: torch.device) -> "ChunkMean":
@@ -301,12 +311,18 @@ class ChunkMean:
         chunks, slot, held = np.unique(chunk, return_inverse=True, return_counts=True)
         found = (rows, slot, chunks, held, count[chunks])
         names = ("rows", "slot", "chunk", "held", "count")
-        return cls(**{name: torch.from_numpy(x).to(device) for name, x in zip(names, found, strict=True)})
+        first = int(rows[0]) if len(rows) and (np.diff(rows) == 1).all() else None
+        tensors = {name: torch.from_numpy(x).to(device) for name, x in zip(names, found, strict=True)}
+        return cls(**tensors, first=first)
+
+    def read(self, logits: Tensor, part: slice) -> Tensor:
+        """The `part` of the rows of `logits`: `[r, V]`."""
+        return logits[self.rows[part]] if self.first is None else logits[self.first :][part]
 
     def __call__(self, values: Tensor) -> Tensor:
         """Sum of `values [R, X]`, those of the rows, over each chunk, by the number of all its rows: `[H, X]`."""
         total = values.new_zeros(self.chunk.shape[0], values.shape[1]).index_add(0, self.slot, values)
-        return total / (self.count.to(total.dtype)[:, None] + _EPS)
+        return total / (self.count.to(total.dtype)[:, None] + EPS)
 
 
 def _runs(start: Ints, end: Ints, offset: int) -> tuple[Ints, Ints]:

@@ -61,6 +61,19 @@ class SeveralTeachers:
             if pack is not None:
                 pack(f"{name} {i}")
 
+    def prefetch(self, batch: AlignedBatch, /) -> None:
+        """Let every teacher that can begin to answer."""
+        for i, teacher in enumerate(self.teachers):
+            begin = getattr(teacher, "prefetch", None)
+            if begin is not None:
+                begin(batch.for_teacher(i))
+
+    def close(self) -> None:
+        for teacher in self.teachers:
+            close = getattr(teacher, "close", None)
+            if close is not None:
+                close()
+
     def after_optimizer_step(self) -> None:
         for teacher in self.teachers:
             update = getattr(teacher, "after_optimizer_step", None)

@@ -92,6 +92,18 @@ class OwnTokenizerTeacher:
         if pack is not None:
             pack(name)
 
+    def prefetch(self, batch: AlignedBatch, /) -> None:
+        """The inner teacher's, if it has one."""
+        begin = getattr(self.teacher, "prefetch", None)
+        if begin is not None:
+            begin(batch)
+
+    def close(self) -> None:
+        """The inner teacher's, if it has one."""
+        close = getattr(self.teacher, "close", None)
+        if close is not None:
+            close()
+
     def after_optimizer_step(self) -> None:
         """The inner teacher's, if it has one."""
         update = getattr(self.teacher, "after_optimizer_step", None)

@@ -194,6 +194,10 @@ class DistillationTrainer(Trainer):
             return [], {}
         window = self._window([row for batch in batches for row in batch], num_groups=len(batches))
         micro = window.micro_batches()
+        prefetch = getattr(self.teacher, "prefetch", None)
+        if prefetch is not None:  # a teacher that is far away answers while the first of them are trained on
+            for batch in micro:
+                prefetch(batch)
         own = _summed([self.objective.counts(batch) for batch in micro])
         totals = all_reduce_sum({**own, "stop requested": float(self._signal_received())})
         self._stop_requested = totals.pop("stop requested") > 0
@@ -365,6 +369,19 @@ class DistillationTrainer(Trainer):
         if checkpoint is not None:
             self._held = load_state(Path(checkpoint), teacher=self.teacher, world=current_world())
             self.objective = load_objective(Path(checkpoint), self.objective)
+
+    def save_unfinished(self) -> Path | None:
+        """A checkpoint of the last whole step, for a run that an error has ended within the next; where it is.
+
+        One process only: ranks that do not know of the error would not take part.
+        """
+        step = self.state.global_step
+        if step == 0 or current_world().size > 1:
+            return None
+        folder = Path(str(self.args.output_dir), f"checkpoint-{step}")
+        if not folder.exists():
+            self._save_checkpoint(self.model, trial=None)
+        return folder
 
     def _forget(self, *, resumed: bool) -> None:
         """Drop what an earlier `train()` of this object left behind, also one that ended in an error."""
