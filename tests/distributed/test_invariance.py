@@ -7,8 +7,9 @@ import pytest
 from launch import run_ranks
 from one_step import Arrangement, arrangements, one_step
 
-# float32: rows that run packed sum their attention in another order than padded ones (1.1e-6 was seen).
-TOLERANCE = 2e-6
+# float32: rows that run packed sum their attention in another order than padded ones. How far that goes depends on the
+# processor: 1.1e-6 was seen on one, 3.6e-6 on another. `test_cross_tokenizer_invariance.py` holds 1e-9 in float64.
+TOLERANCE = 1e-5
 
 
 def same(found: dict, wanted: dict, where: object) -> None:
