@@ -32,7 +32,7 @@ def test_a_step_of_a_sharded_student_is_that_of_a_whole_one_also_if_one_rank_has
             assert found["is sharded"]
             assert found["reads head"], "the loss must come from hidden states, not from logits"
             for name in ("loss", "grad_norm", "kl/forward", "kl/reverse", "entropy/student", "top1_agreement"):
-                assert found["log"][name] == pytest.approx(expected["log"][name], rel=2e-6, abs=1e-7), (name, where)
+                assert found["log"][name] == pytest.approx(expected["log"][name], rel=1e-5, abs=1e-7), (name, where)
             assert found["weights"].keys() == expected["weights"].keys()
             for name, value in expected["weights"].items():
                 assert found["weights"][name] == pytest.approx(value, rel=TOLERANCE), (name, where)

@@ -22,10 +22,7 @@ def same(found: dict, wanted: dict, where: object) -> None:
         k for k in found["log"] if k.startswith(("kl/", "entropy/", "top1", "completion/", "rows/", "loss/"))
     }
     for name in shared:
-        assert found["log"][name] == pytest.approx(wanted["log"][name], rel=5e-6, abs=1e-7), (
-            name,
-            where,
-        )  # k3 is e^x - 1 - x of a small x
+        assert found["log"][name] == pytest.approx(wanted["log"][name], rel=TOLERANCE, abs=1e-7), (name, where)
 
 
 @pytest.fixture(scope="module")
