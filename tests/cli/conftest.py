@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 import tiny
+import tiny_bpe
+from cli_runs import Outcome
+from cohobate.cli import main
+from cohobate.cli.app import ENVIRONMENT
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +22,13 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer.save_pretrained(folder / name)
     tiny.llama(3).save_pretrained(folder / "other")
     tiny.char_tokenizer("0123456789+=bacdefgh ").save_pretrained(folder / "other")
+    for name, seed, own in (
+        ("bpe", 4, tiny_bpe.student_tokenizer()),
+        ("bpe_teacher", 5, tiny_bpe.teacher_tokenizer()),
+    ):
+        tiny.llama(seed, vocab_size=len(own)).save_pretrained(folder / name)
+        own.save_pretrained(folder / name)
+    write_rows(folder / "text.jsonl", [{"text": f"{a}2+1{a}=5bc3{a}"} for a in range(12)])
     rows = [
         {"prompt": f"{a}+{b}=", "completion": f"{a + b}", "answer": f"{a + b}", "solution": f"{a}+{b}={a + b}"}
         for a in range(4)
@@ -37,3 +49,19 @@ def place(parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def cohobate(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Runs the command in this process."""
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, os.environ.get(name, ENVIRONMENT[name]))
+
+    def run(*arguments: str) -> Outcome:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert isinstance(caught.value.code, int)
+        return Outcome(caught.value.code, *capfd.readouterr())
+
+    return run

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cli_runs import refused
 from cohobate.cli import main
-from cohobate.cli.app import ENVIRONMENT
 from cohobate.cli.recipe import load_recipe
 from cohobate.errors import ConfigError, TeacherUnreachable
 from cohobate.teachers import LocalTeacher
@@ -31,27 +31,6 @@ SMALL = [
     "sampling.max_completion_length=5",
 ]
 LARGER = ["teacher.model=teacher"]
-
-
-class Outcome:
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
-@pytest.fixture
-def cohobate(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """Runs the command in this process."""
-    for name in ENVIRONMENT:
-        monkeypatch.setenv(name, os.environ.get(name, ENVIRONMENT[name]))
-
-    def run(*arguments: str) -> Outcome:
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            main(arguments)
-        assert isinstance(caught.value.code, int)
-        return Outcome(caught.value.code, *capfd.readouterr())
-
-    return run
 
 
 # ------------------------------------------------------------------ help
@@ -162,15 +141,6 @@ def test_a_finished_run_is_not_overwritten_and_can_go_on(cohobate, place: Path):
 
 
 # ------------------------------------------------------------------ bad input: one paragraph, a cure, an exit code
-
-
-def refused(done: Outcome, code: int, *words: str) -> None:
-    assert done.code == code, done.err
-    assert "Traceback" not in done.err
-    paragraph = [line for line in done.err.splitlines() if line.startswith("Error: ")]
-    assert len(paragraph) == 1, done.err
-    for word in words:
-        assert word in paragraph[0]
 
 
 @pytest.mark.parametrize(

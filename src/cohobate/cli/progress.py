@@ -16,6 +16,9 @@ TRAINING = {
     "loss": "loss",
     "kl/forward": "kl/forward",
     "kl/reverse": "kl/reverse",
+    "kd/teacher0": "kd",
+    "ce": "ce",
+    "align/unaligned_student_share": "unaligned",
     "completion/mean_length": "length",
     "grad_norm": "grad_norm",
 }

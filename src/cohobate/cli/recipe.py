@@ -43,7 +43,7 @@ def shipped_recipes() -> dict[str, str]:
     return dict(sorted(heads.items()))
 
 
-def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
+def load_recipe(name_or_path: str, overrides: Sequence[str] = (), *, to_read: bool = False) -> LoadedRecipe:
     """The recipe with its changes, checked.
 
     Args:
@@ -57,6 +57,8 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecip
     config = _changed(merged_config(name_or_path), overrides)
     if unclear := _bare_temperature(config):
         raise ConfigError(unclear)
+    if config.get("teachers") and config.get("teacher"):
+        raise ConfigError("this recipe has `teachers`, a list: write teachers.0.model=DIR, and leave `teacher` out.")
     text = OmegaConf.to_yaml(config, resolve=False)
     try:
         missing = sorted(key.replace("[", ".").replace("]", "") for key in OmegaConf.missing_keys(config))
@@ -67,7 +69,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecip
         recipe = Recipe.model_validate(content)
     except ValidationError as error:
         raise ConfigError(_explanation(error, missing)) from None
-    if missing:
+    if missing and not to_read:
         raise ConfigError(_missing_text(name_or_path, missing))
     return LoadedRecipe(recipe=recipe, text=text)
 
@@ -170,6 +172,11 @@ def _nodes(node: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
     elif isinstance(node, list):
         for i, value in enumerate(node):
             yield from _nodes(value, (*place, str(i)))
+
+
+def leaves(content: Any) -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything that is set and is no section."""
+    return ((".".join(place), value) for place, value in _nodes(content) if not isinstance(value, (dict, list)))
 
 
 def _missing_text(name: str, missing: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from omegaconf import OmegaConf
 from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
@@ -17,7 +18,7 @@ from transformers.utils import logging
 from cohobate.cli.build import build_trainer
 from cohobate.cli.evaluate import write_json
 from cohobate.cli.progress import EVALUATION, RunProgress, duration, numbers
-from cohobate.cli.recipe import LoadedRecipe
+from cohobate.cli.recipe import LoadedRecipe, leaves
 from cohobate.errors import TeacherUnreachable
 from cohobate.teachers.server_check import check_server
 from cohobate.trainer.signals import GracefulStop
@@ -84,6 +85,8 @@ class Run:
         """Train to the end or to a signal; returns the signal's number."""
         if self.trainer.is_world_process_zero():
             self.folder.mkdir(parents=True, exist_ok=True)
+            if checkpoint is not None and (changed := self._changed()):
+                self.say(f"changed   {', '.join(changed)} since the run began: it goes on as it is now")
             (self.folder / "recipe.yaml").write_text(self.loaded.text, encoding="utf-8")
         try:
             self.trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -99,6 +102,15 @@ class Run:
             self.stop.restore()
         stopped_elsewhere = signal.SIGTERM if self.trainer._stop_requested else None  # another rank had the signal
         return self.stop.received or stopped_elsewhere
+
+    def _changed(self) -> list[str]:
+        """Keys of the recipe that differ from those that the folder's run was begun with."""
+        before = self.folder / "recipe.yaml"
+        if not before.is_file():
+            return []
+        texts = (before.read_text(encoding="utf-8"), self.loaded.text)
+        old, new = (dict(leaves(OmegaConf.to_container(OmegaConf.create(text)))) for text in texts)
+        return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
 
     def close(self) -> None:
         """End what the teacher keeps open."""

@@ -12,7 +12,16 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetPydanticSchema, create_model, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetPydanticSchema,
+    create_model,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import core_schema
 
 from cohobate.data import PrivilegedConfig, PromptConfig
@@ -203,6 +212,8 @@ class TeacherEntry(Section):
             raise ValueError(f"teachers[{i}] has a path and a teacher_model_server_url: a teacher is in one place.")
         if self.teacher_model_server_url is not None and (self.aligner is None or self.top_k is None):
             raise ValueError(f"teachers[{i}] on a server needs an aligner, and top_k: a server never says whole rows.")
+        if self.path is not None and self.max_length is not None:
+            raise ValueError(f"teachers[{i}].max_length: the store at its path has one of its own. Leave it out.")
         if method == "xtoken" and (self.path or self.teacher_model_server_url):
             raise ValueError(f"teachers[{i}]: X-Token reads whole rows, which neither a store nor a server has.")
         if method == "xtoken" and self.top_k is not None:
@@ -247,6 +258,11 @@ class CrossEntropy(Section):
     kind: Literal["cross_entropy"]
 
 
+def _off(value: Any) -> Any:
+    """YAML reads a bare `off` as False."""
+    return "off" if value is False else value
+
+
 class _OfTeachers(Section):
     """What the objectives over `teachers` have in common; defaults are the objectives' own, which a test compares."""
 
@@ -256,7 +272,7 @@ class _OfTeachers(Section):
     alpha: float = 1.0
     normalize_teacher_by_vocab: bool = False
     same_vocab_top_k: int | None = 8192
-    dynamic_scaling: DynamicScaling = "previous_step"
+    dynamic_scaling: Annotated[DynamicScaling, BeforeValidator(_off)] = "previous_step"
     kd_weight: float = 1.0
     ce_weight: float = 0.1
     ce_rows: Literal["recorded", "all"] = "recorded"

@@ -63,7 +63,7 @@ def train(
     """
     from cohobate.cli.recipe import load_recipe
 
-    loaded = load_recipe(recipe, changes or [])
+    loaded = load_recipe(recipe, changes or [], to_read=show)
     if show:
         print(loaded.text, end="")
         return

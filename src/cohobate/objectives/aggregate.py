@@ -99,6 +99,8 @@ class Aggregation:
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} must be a finite number >= 0, got {value}.")
         if self.dynamic_scaling == "off":
+            if self.kd_weight == self.ce_weight == 0:
+                raise ConfigError("kd_weight and ce_weight are both 0, so there is nothing to learn.")
             return
         if self.kd_weight == 0 or self.ce_weight == 0:
             raise ConfigError(

@@ -2,6 +2,7 @@
 """Checks that run beside the training: most faults of distillation leave a plausible loss, so look where they show."""
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -80,6 +81,17 @@ def teacher_notice(metrics: dict[str, float], *, vocab_size: int | None) -> str 
             " A same-weights teacher needs a privileged context, an adapter, or other weights."
         )
     return None
+
+
+def alignment_notice(metrics: Mapping[str, float]) -> str | None:
+    """What the share of unaligned tokens gives away, or None: such a run looks like any other."""
+    share = metrics.get("align/unaligned_student_share", 0.0)
+    if share <= 0.5:
+        return None
+    return (
+        f"{share:.0%} of the student's tokens are in no chunk, so the teacher says nothing of them: look at the"
+        " completions (bytes that are no text, control tokens without a counterpart) and at the teacher's max_length."
+    )
 
 
 def warn_once(said: set[str], message: str | None) -> None:

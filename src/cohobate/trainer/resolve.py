@@ -279,6 +279,20 @@ def check_recorded(teacher: Any, args: DistillationConfig, *given: Any) -> None:
         teacher.check_rows([row.sample_id for row in rows.rows])
 
 
+def labels_notice(objective: Objective, args: DistillationConfig, rows: Rows | None) -> str | None:
+    """What to say where a divergence is to be scaled to a cross-entropy that no row of the run has."""
+    scaling = getattr(objective, "dynamic_scaling", "off")
+    if scaling == "off" or getattr(objective, "ce_rows", "all") != "recorded" or rows is None:
+        return None
+    if args.on_policy_fraction < 1 and any(row.completion_ids is not None for row in rows.rows):
+        return None
+    return (
+        f"dynamic_scaling={scaling!r} makes the divergence as large as the cross-entropy of recorded completions, but "
+        "the student writes every completion of this run: the divergence stays multiplied by kd_weight / ce_weight. "
+        "Set dynamic_scaling='off'."
+    )
+
+
 def packing(student_model: nn.Module, teacher: Any) -> None:
     """Every model of the run packs its rows from now on; `ConfigError` for one that cannot."""
     check_packing(student_model, "student")

@@ -32,7 +32,7 @@ from cohobate.teachers import check_head, dense_pair_scores, pair_scores
 from cohobate.teachers.packing import can_pack, packed_side
 from cohobate.trainer import resolve
 from cohobate.trainer.aligners import aligner_of
-from cohobate.trainer.canaries import FiniteCheck, teacher_notice, warn_once
+from cohobate.trainer.canaries import FiniteCheck, alignment_notice, teacher_notice, warn_once
 from cohobate.trainer.card import RunDescription, model_card, write_model_card
 from cohobate.trainer.config import DistillationConfig
 from cohobate.trainer.evaluation import Evaluation, Grader, my_rows
@@ -166,6 +166,7 @@ class DistillationTrainer(Trainer):
         self._finite = FiniteCheck()
         self._step_values = StepValues()
         self._said: set[str] = set()
+        warn_once(self._said, resolve.labels_notice(self.objective, args, train_rows))
         self._held: tuple[Window, int] | None = None  # a window of rollouts and how many more steps use it
         self._stop_requested = False
         self._description = resolve.describe(
@@ -292,6 +293,7 @@ class DistillationTrainer(Trainer):
             logs = {**logs, **metrics}
             width = self.vocab_size or resolve.head_width(self.accelerator.unwrap_model(self.model))
             warn_once(self._said, teacher_notice(metrics, vocab_size=width))
+            warn_once(self._said, alignment_notice(metrics))
         super().log(logs, start_time)
 
     def evaluate(

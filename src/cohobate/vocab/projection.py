@@ -124,12 +124,24 @@ class Projection:
         """What `save` wrote. Raises VocabularyMismatch for a file that is no projection."""
         path = Path(path)
         if not path.is_file():
-            raise VocabularyMismatch(f"there is no projection at {path}. {_REBUILD}")
+            what = (
+                f"{path} is a folder, and a projection is a file"
+                if path.is_dir()
+                else f"there is no projection at {path}"
+            )
+            raise VocabularyMismatch(f"{what}. {_REBUILD}")
         try:
             with safe_open(path, framework="numpy") as file:
-                header = dict(json.loads((file.metadata() or {})["projection"]))
+                metadata = file.metadata() or {}
+                if "projection" not in metadata:
+                    raise VocabularyMismatch(
+                        f"{path} is no projection but holds {', '.join(sorted(metadata)) or 'tensors alone'}. {_REBUILD}"
+                    )
+                header = dict(json.loads(metadata["projection"]))
                 size = int(header.pop("teacher_vocab_size"))
                 arrays = {name: file.get_tensor(name) for name in ("indices", "weights", "exact")}
+        except VocabularyMismatch:
+            raise
         except (SafetensorError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise VocabularyMismatch(f"{path} is no projection ({error}). {_REBUILD}") from error
         made = cls(**arrays, teacher_vocab_size=size, header=header)

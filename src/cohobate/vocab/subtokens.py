@@ -177,6 +177,13 @@ def _read(path: Path, name: str, *, both: bool) -> SubtokenTable:
             headers = file.metadata() or {}
             found = [n for n in (FORWARD, REVERSE, SINGLE) if n in headers]
             wanted = name if both or name in found else SINGLE
+            if "projection" in headers:
+                raise VocabularyMismatch(
+                    f"{path} is a projection, which X-Token reads (aligner.projection), and no sub-token table. "
+                    f"{_REBUILD}"
+                )
+            if not both and found and wanted not in found:
+                raise VocabularyMismatch(f"{path} holds {', '.join(found)}, not {name}: the two files are swapped.")
             if wanted not in found:
                 raise VocabularyMismatch(
                     f"{path} holds {', '.join(found) or 'no sub-token table'}, not {name}: a pair needs both "
@@ -217,7 +224,9 @@ def _check_header(name: str, header: Mapping[str, Any], source: _Side, destinati
         and header.get("destination_fingerprint") == found["source_fingerprint"][1]
     )
     if swapped:
-        raise VocabularyMismatch(f"{name} is the table of the other direction: the two files are swapped.")
+        raise VocabularyMismatch(
+            f"{name} is the table of the other direction: student and teacher are swapped, or the two files are."
+        )
     field, (side, vocabulary) = differing[0]
     raise VocabularyMismatch(
         f"{name}.{field} is not that of the {side}'s tokenizer {vocabulary.name}: it was built from another one, "

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes with teachers that have tokenizers of their own, as a person runs them: what trains, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli_runs import refused
+from cohobate.vocab import Projection, SubtokenTables
+from tiny_bpe import student_tokenizer, teacher_tokenizer
+
+RUN = [
+    "student.model=bpe",
+    "teachers.0.model=bpe_teacher",
+    "teachers.0.top_k=9",
+    "data.train=text.jsonl",
+    "training.max_steps=2",
+    "training.per_device_train_batch_size=4",
+    "training.use_cpu=true",
+    "sampling.max_completion_length=5",
+]
+
+
+def losses(place: Path, run: str = "csd") -> list[float]:
+    lines = (place / "runs" / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [entry["loss"] for line in lines if "loss" in (entry := json.loads(line))]
+
+
+def test_tables_from_disk_train_as_tables_that_are_made_at_the_start_do(cohobate, place: Path):
+    done = cohobate("train", "csd", *RUN)
+    assert done.code == 0, done.err
+    assert "teacher   bpe_teacher (own tokenizer)" in done.out
+    assert all(f" {name} " in done.out for name in ("kd", "ce", "unaligned"))
+    assert cohobate("subtokens", "build", "-s", "bpe", "-t", "bpe_teacher", "-o", "tables").code == 0
+    again = cohobate("train", "csd", *RUN, "teachers.0.aligner.subtokens=tables", "output_dir=runs/disk")
+    assert again.code == 0, again.err
+    assert losses(place) == losses(place, "disk")
+
+
+def test_a_bare_off_is_a_word_and_completions_of_its_own_without_it_are_noticed(
+    cohobate, place: Path, caplog: pytest.LogCaptureFixture
+):
+    own = ["sampling.on_policy_fraction=1.0", "data.train=rows.jsonl"]
+    done = cohobate("train", "csd", *RUN, *own, "objective.dynamic_scaling=off")
+    assert done.code == 0, done.err
+    assert "multiplied by kd_weight" not in caplog.text
+    done = cohobate("train", "csd", *RUN, *own, "output_dir=runs/scaled")
+    assert done.code == 0, done.err
+    assert "the divergence stays multiplied by kd_weight / ce_weight" in caplog.text
+
+
+def test_a_resumed_run_says_what_has_changed_since_it_began(cohobate, place: Path):
+    assert cohobate("train", "csd", *RUN).code == 0
+    done = cohobate("train", "csd", *RUN, "training.max_steps=3", "objective.beta=0.25", "--resume")
+    assert done.code == 0, done.err
+    assert "changed   objective.beta, training.max_steps since the run began" in done.out
+
+
+def test_a_recipe_can_be_read_before_it_is_filled_in(cohobate):
+    done = cohobate("train", "csd", "--show", "objective.beta=0.25")
+    assert done.code == 0, done.err
+    assert "model: ???" in done.out
+    assert "beta: 0.25" in done.out
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["teachers.0.tokenizer=bpe"], ["teachers.0 (bpe_teacher)", "not the one that lies beside the model"]),
+        (["teachers.1.model=bpe_teacher"], ["teachers.1 (bpe_teacher)", "it has no aligner"]),
+        (["teachers.0.top_k=400"], ["teachers.0 (bpe_teacher)", "top_k must be in [1, 29]"]),
+        (["teachers.0.aligner.special_roles={nope: x}"], ["teachers.0 (bpe_teacher)", "nope"]),
+        (["teachers.0.aligner.subtokens=nothere"], ["teachers.0 (bpe_teacher)", "there is no nothere"]),
+        (["teachers.0.aligner.subtokens=projection.safetensors"], ["is a projection, which X-Token reads"]),
+        (["teachers.0.aligner.subtokens=swapped.safetensors"], ["student and teacher are swapped"]),
+        (
+            ["teachers.0.aligner.subtokens=tables.safetensors", "teachers.0.aligner.special_roles={<pad>: <other>}"],
+            ["special_roles pairs '<pad>' with '<other>'", "--role '<pad>=<other>'"],
+        ),
+        (["objective.dynamic_scaling=off", "objective.kd_weight=0", "objective.ce_weight=0"], ["nothing to learn"]),
+        (["teachers.0.path=store", "teachers.0.max_length=9"], ["teachers[0].max_length"]),
+        (["teacher.model=bpe_teacher"], ["this recipe has `teachers`", "teachers.0.model=DIR"]),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_teacher_and_field(
+    cohobate, place: Path, changes: list[str], words: list[str]
+):
+    ours, theirs = student_tokenizer(), teacher_tokenizer()
+    Projection.build(ours, theirs).save(place / "projection.safetensors")
+    SubtokenTables.build(ours, theirs).save(place / "tables.safetensors")
+    SubtokenTables.build(theirs, ours).save(place / "swapped.safetensors")
+    refused(cohobate("train", "csd", *RUN, *changes), 2, *words)
+
+
+def test_tables_are_no_projection(cohobate, place: Path):
+    SubtokenTables.build(student_tokenizer(), teacher_tokenizer()).save(place / "tables.safetensors")
+    run = [change for change in RUN if "top_k" not in change]
+    done = cohobate("train", "xtoken", *run, "teachers.0.aligner.projection=tables.safetensors")
+    refused(done, 2, "teachers.0 (bpe_teacher)", "is no projection but holds student_to_teacher, teacher_to_student")
