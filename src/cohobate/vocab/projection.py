@@ -134,9 +134,8 @@ class Projection:
             with safe_open(path, framework="numpy") as file:
                 metadata = file.metadata() or {}
                 if "projection" not in metadata:
-                    raise VocabularyMismatch(
-                        f"{path} is no projection but holds {', '.join(sorted(metadata)) or 'tensors alone'}. {_REBUILD}"
-                    )
+                    found = ", ".join(sorted(metadata)) or "tensors alone"
+                    raise VocabularyMismatch(f"{path} is no projection but holds {found}. {_REBUILD}")
                 header = dict(json.loads(metadata["projection"]))
                 size = int(header.pop("teacher_vocab_size"))
                 arrays = {name: file.get_tensor(name) for name in ("indices", "weights", "exact")}
