@@ -198,6 +198,7 @@ class Bench:
             "disable_tqdm": True,
             "report_to": "none",
             "token_budget": 1600 if method == "csd_packed" else None,
+            "packing": method == "csd_packed",
         }
         return DistillationTrainer(
             model=student,
