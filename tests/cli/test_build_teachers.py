@@ -6,20 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cli_runs import refused
+from cli_runs import RUN, refused
 from cohobate.vocab import Projection, SubtokenTables
 from tiny_bpe import student_tokenizer, teacher_tokenizer
-
-RUN = [
-    "student.model=bpe",
-    "teachers.0.model=bpe_teacher",
-    "teachers.0.top_k=9",
-    "data.train=text.jsonl",
-    "training.max_steps=2",
-    "training.per_device_train_batch_size=4",
-    "training.use_cpu=true",
-    "sampling.max_completion_length=5",
-]
 
 
 def losses(place: Path, run: str = "csd") -> list[float]:

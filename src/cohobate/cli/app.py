@@ -17,6 +17,7 @@ import typer
 
 from cohobate.cli.align import align
 from cohobate.cli.demo import demo
+from cohobate.cli.doctor import doctor
 from cohobate.cli.evaluate import evaluate
 from cohobate.cli.score import score
 from cohobate.cli.train import train
@@ -43,6 +44,7 @@ or the student itself seeing more (a worked solution, say).
 [cyan]cohobate demo[/cyan]                see it work: minutes on two CPU cores
 [cyan]cohobate train --help[/cyan]        the recipes
 [cyan]cohobate train opsd --show[/cyan]   read one, with your changes in it
+[cyan]cohobate doctor opsd ...[/cyan]     everything but the training
 [cyan]cohobate eval DIR -d test.jsonl -g final_answer[/cyan]
 
 [bold]Exit codes[/bold]
@@ -62,6 +64,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train")(train)
+app.command("doctor")(doctor)
 app.command("eval")(evaluate)
 app.command("score")(score)
 app.command("demo")(demo)
