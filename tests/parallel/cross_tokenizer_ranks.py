@@ -8,7 +8,7 @@ import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from cohobate.functional.common_support import common_support_divergence, common
 from cohobate.functional.projection import projected_kl
 from cohobate.functional.same_support import important_columns, same_support_kl
 from cohobate.functional.scores import TopKScores, top_k_scores
+from cohobate.objectives.aggregate import Aggregation, dynamic_scale
 from cohobate.parallel.cross_tokenizer import vocab_parallel_common_support, vocab_parallel_projected_kl
 from cohobate.parallel.vocab import vocab_parallel_cross_entropy, vocab_parallel_logprobs
 from functional import csd_oracle
@@ -313,7 +314,31 @@ def same_tokenizer(student: Tensor, teacher: Tensor, columns: Tensor | None, tar
     return same_support_kl(student[kept], of_teacher[kept], columns=columns).sum()
 
 
-def numbers_of_one_process(p: Problem, loss: Loss, second: Tensor | None) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class Joined:
+    """How the terms become one loss."""
+
+    mode: Literal["sum", "select_teacher"] = "sum"
+    dynamic: bool = True
+
+    def of_teachers(self, nll: list[Tensor]) -> tuple[float, ...]:
+        """Weights of the teachers, whose complete cross-entropies on their own tokens are `nll`."""
+        weights = (0.3, 0.5) if self.mode == "sum" else ()
+        made = Aggregation(num_teachers=2, kd_mode=self.mode, weights=weights)
+        return made.teacher_weights([-float(value) for value in nll], (1, 1))
+
+    def scale(self, kd: Tensor, ce: Tensor) -> Tensor:
+        """What complete values make of the KD beside a CE of weight 1."""
+        return torch.tensor(dynamic_scale(float(kd), float(ce)) if self.dynamic else 10.0, dtype=ce.dtype)
+
+
+def first_nll(p: Problem) -> Tensor:
+    """Cross-entropy of the teacher with its own tokenizer, which every rank is given whole."""
+    rows = p.teacher[:-1] if p.rows == "text" else p.teacher
+    return torch.nn.functional.cross_entropy(rows, p.teacher_ids[1:] if p.rows == "text" else p.teacher_ids)
+
+
+def numbers_of_one_process(p: Problem, loss: Loss, second: Tensor | None, joined: Joined) -> dict[str, Tensor]:
     """Every value of one loss call, and the gradient by the logits."""
     logits = p.student.clone().requires_grad_()
     kept = p.targets != IGNORE
@@ -323,15 +348,19 @@ def numbers_of_one_process(p: Problem, loss: Loss, second: Tensor | None) -> dic
     if second is not None:
         columns = important_columns(second[kept], 6)[0].sort().values
         values["kd/1"] = same_tokenizer(logits, second, columns, p.targets) / kept.sum()
-        kd = 0.3 * kd + 0.5 * values["kd/1"]
+        own = torch.nn.functional.cross_entropy(second, p.targets, ignore_index=IGNORE)
+        of_first, of_second = joined.of_teachers([first_nll(p), own])
+        kd = of_first * kd + of_second * values["kd/1"]
     ce = torch.nn.functional.cross_entropy(logits, p.targets, ignore_index=IGNORE)
-    scale = (ce / kd).detach() if kd > 0 else torch.ones_like(ce)
+    scale = joined.scale(kd, ce)
     total = scale * kd + ce
     (gradient,) = torch.autograd.grad(total, logits)
     return {**values, "kd": kd, "ce": ce, "scale": scale, "loss": total, "gradient": gradient}
 
 
-def numbers_of_a_part(part: Part, loss: Loss, second: Tensor | None, evaluation: str) -> dict[str, Tensor]:
+def numbers_of_a_part(
+    part: Part, loss: Loss, second: Tensor | None, joined: Joined, evaluation: str
+) -> dict[str, Tensor]:
     """The same; values are those of the whole text, put together as a trainer would, the gradient is the rank's."""
     p, layout = part.problem, part.layout
     logits = part.cut(p.student).requires_grad_()
@@ -352,19 +381,23 @@ def numbers_of_a_part(part: Part, loss: Loss, second: Tensor | None, evaluation:
         of_teacher = second[torch.tensor(part.positions, dtype=torch.int64)][:, columns]  # -1 is read and dropped
         other = same_tokenizer(at_columns, of_teacher, None, targets) / (p.targets != IGNORE).sum()
         values["kd/1"] = layout.complete(other)
-        kd = 0.3 * kd + 0.5 * other
+        rows = second[torch.tensor(part.positions, dtype=torch.int64)]
+        share = torch.nn.functional.cross_entropy(rows, targets, ignore_index=IGNORE, reduction="sum")
+        own = layout.complete(share / (p.targets != IGNORE).sum())  # a rank alone would select by its own rows
+        of_first, of_second = joined.of_teachers([first_nll(p), own])
+        kd = of_first * kd + of_second * other
     ce = part.cross_entropy(logits)
     whole_kd, whole_ce = layout.complete(kd), layout.complete(ce)
-    scale = whole_ce / whole_kd if whole_kd > 0 else torch.ones_like(whole_ce)
+    scale = joined.scale(whole_kd, whole_ce)
     total = scale * kd + ce
     (gradient,) = torch.autograd.grad(total, logits)
     loss_value = layout.complete(total)
     return {**values, "kd": whole_kd, "ce": whole_ce, "scale": scale, "loss": loss_value, "gradient": gradient}
 
 
-def compare(name: str, part: Part, loss: Loss, second: Tensor | None, evaluation: str) -> list[str]:
-    wanted = numbers_of_one_process(part.problem, loss, second)
-    found = numbers_of_a_part(part, loss, second, evaluation)
+def compare(name: str, part: Part, loss: Loss, second: Tensor | None, joined: Joined, evaluation: str) -> list[str]:
+    wanted = numbers_of_one_process(part.problem, loss, second, joined)
+    found = numbers_of_a_part(part, loss, second, joined, evaluation)
     exact = part.problem.student.dtype == torch.float64
     failures = []
     for key, want in wanted.items():
@@ -379,7 +412,7 @@ def compare(name: str, part: Part, loss: Loss, second: Tensor | None, evaluation
 
 
 def matrix(layout: Layout) -> tuple[list[str], int]:
-    """Each loss at each place; form, dtype, evaluation and the number of teachers go round."""
+    """Each loss at each place; form, dtype, evaluation, number of teachers, mode and scaling go round."""
     failures, count = [], 0
     rows = ["contiguous", "zigzag", "first rank has none", "last rank is padding"] if layout.cp else ["whole"]
     columns = ["even", "padded", "uneven", "none on the first"] if layout.tp else ["whole"]
@@ -395,8 +428,9 @@ def matrix(layout: Layout) -> tuple[list[str], int]:
             problem = Problem.draw(count % 7, dtype, form)
             part = Part(problem, layout, row_kind, column_kind)
             second = case(count + 100, problem.made, dtype)[0][: len(problem.student)] if two else None
-            title = f"{name}, {row_kind}, {column_kind}, {form}, {dtype}, {evaluation}, two teachers: {two}"
-            failures += compare(title, part, loss, second, evaluation)
+            joined = Joined("select_teacher" if count % 3 == 1 else "sum", dynamic=count % 4 != 3)
+            title = f"{name}, {row_kind}, {column_kind}, {form}, {dtype}, {evaluation}, two teachers: {two}, {joined}"
+            failures += compare(title, part, loss, second, joined, evaluation)
             count += 1
     return failures, count
 
