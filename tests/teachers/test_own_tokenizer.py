@@ -11,8 +11,9 @@ import tiny
 from cohobate.align import AlignedBatch, TeacherSide
 from cohobate.align.agreement import no_chunks
 from cohobate.errors import ConfigError
+from cohobate.functional import kept_scores
 from cohobate.functional.scores import DenseScores, HiddenScores, SampledScores, TopKScores, top_k_scores
-from cohobate.teachers import EMATeacher, LocalTeacher, OwnTokenizerTeacher, own_tokenizer
+from cohobate.teachers import EMATeacher, LocalTeacher, OwnTokenizerTeacher
 
 REAL = len(tiny.char_tokenizer())  # 23
 
@@ -55,7 +56,7 @@ def test_it_scores_its_own_predictions_over_its_real_ids(own_batch: AlignedBatch
 def test_the_kept_logits_are_those_of_the_whole_rows_whatever_the_blocks(
     own_batch: AlignedBatch, monkeypatch: pytest.MonkeyPatch, k: int, temperature: float, block: int
 ) -> None:
-    monkeypatch.setattr(own_tokenizer, "_BLOCK_BYTES", 4 * REAL * block)
+    monkeypatch.setattr(kept_scores, "_BLOCK_BYTES", 4 * REAL * block)
     model = tiny.llama(3)
     teacher = OwnTokenizerTeacher(LocalTeacher(model), tiny.char_tokenizer(), top_k=k, temperature=temperature)
     assert teacher.provides is TopKScores
@@ -70,7 +71,7 @@ def test_the_kept_logits_are_those_of_the_whole_rows_whatever_the_blocks(
 
 
 def test_no_block_is_larger_than_said(own_batch: AlignedBatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_tokenizer, "_BLOCK_BYTES", 4 * REAL * 2)
+    monkeypatch.setattr(kept_scores, "_BLOCK_BYTES", 4 * REAL * 2)
     made: list[int] = []
     whole = HiddenScores.logits
     monkeypatch.setattr(HiddenScores, "logits", lambda self: made.append(self.hidden.shape[0]) or whole(self))

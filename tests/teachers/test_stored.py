@@ -12,9 +12,11 @@ import tiny
 from cohobate.align import AlignedBatch, AlignedSide
 from cohobate.data import PromptConfig
 from cohobate.errors import ConfigError, DataError, VocabularyMismatch
+from cohobate.functional import kept_scores as kept_scores_file
+from cohobate.functional.kept_scores import kept_scores
 from cohobate.functional.scores import HiddenScores, SampledScores, TopKScores, top_k_scores
-from cohobate.teachers import LocalTeacher, store_scoring
-from cohobate.teachers.store_scoring import TextScorer, kept_scores, planned, text_batch
+from cohobate.teachers import LocalTeacher
+from cohobate.teachers.store_scoring import TextScorer, planned, text_batch
 from cohobate.teachers.stored import StoredTeacher
 from cohobate.vocab import fingerprint, template_fingerprint
 from cohobate.vocab.tokens import merges_fingerprint
@@ -209,11 +211,11 @@ def test_batches_keep_to_their_tokens_and_leave_out_no_text() -> None:
 def test_logits_are_made_a_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = text_batch(TEXTS)
     scores = LocalTeacher(tiny.llama(3, vocab_size=40)).score(batch)
-    monkeypatch.setattr(store_scoring, "_BLOCK_BYTES", 4 * 40 * 3)
+    monkeypatch.setattr(kept_scores_file, "_BLOCK_BYTES", 4 * 40 * 3)
     made: list[int] = []
     whole = HiddenScores.logits
     monkeypatch.setattr(HiddenScores, "logits", lambda self: made.append(len(self.hidden)) or whole(self))
-    kept_scores(scores, batch.teacher, 4, 1.0)
+    kept_scores(scores, batch.teacher.target_ids, 4)
     assert max(made) <= 3
     assert sum(made) == batch.num_pairs
 

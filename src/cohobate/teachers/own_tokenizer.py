@@ -9,20 +9,17 @@ of hidden states and a head. What the two vocabularies have to do with each othe
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from cohobate.align.cross_tokenizer import TeacherText
 from cohobate.align.rollout import AlignedBatch, TeacherSide
 from cohobate.errors import ConfigError
-from cohobate.functional.chunked_head import row_chunks
-from cohobate.functional.scores import DenseScores, HiddenScores, TeacherScores, TopKScores, top_k_scores
+from cohobate.functional.kept_scores import kept_scores
+from cohobate.functional.scores import DenseScores, HiddenScores, TeacherScores, TopKScores
 from cohobate.parallel.modules import unwrapped
 from cohobate.teachers.protocol import Teacher
 from cohobate.vocab import real_vocab_size
 from cohobate.vocab.tokens import describe
-
-_BLOCK_BYTES = 256 * 2**20  # of the logits that are made at a time to keep the K largest of them
 
 
 class OwnTokenizerTeacher:
@@ -84,7 +81,10 @@ class OwnTokenizerTeacher:
                 "trainer reads that from the teacher's `texts`: pass the OwnTokenizerTeacher itself."
             )
         scores = self._cut(self.teacher.score(batch))
-        return scores if self.top_k is None else self._largest(scores, side.target_ids)
+        if self.top_k is None:
+            return scores
+        assert isinstance(scores, HiddenScores | DenseScores)
+        return kept_scores(scores, side.target_ids, self.top_k, temperature=self.temperature)
 
     def pack_rows(self, name: str = "teacher") -> None:
         """The inner teacher's, if it has a model here."""
@@ -140,24 +140,6 @@ class OwnTokenizerTeacher:
                 f"{self.vocab_size}. Pass the tokenizer that belongs to the teacher, or resize its embeddings."
             )
 
-    @torch.no_grad()
-    def _largest(self, scores: TeacherScores, target_ids: Tensor) -> TopKScores:
-        """The K largest logits of each of M rows, made a block at a time: `[M, V]` is never there."""
-        assert isinstance(scores, HiddenScores | DenseScores)
-        assert self.top_k is not None
-        rows = scores.hidden if isinstance(scores, HiddenScores) else scores.dense
-        target_ids = target_ids.to(rows.device)
-        most = max(1, _BLOCK_BYTES // (4 * self.vocab_size))
-        parts = []
-        for block in row_chunks(rows.shape[0], most) if len(rows) else [slice(0, 0)]:
-            logits = rows[block]
-            if isinstance(scores, HiddenScores):
-                logits = HiddenScores(hidden=rows[block], head=scores.head).logits()
-            parts.append(
-                top_k_scores(logits, target_ids[block], self.top_k, temperature=self.temperature, rows="pairs")
-            )
-        return _joined(parts)
-
 
 def load_member_state(teacher: Any, state: dict[str, Tensor]) -> None:
     """Restore a teacher that may carry no state; state for one that carries none is refused."""
@@ -169,14 +151,6 @@ def load_member_state(teacher: Any, state: dict[str, Tensor]) -> None:
             f"{type(teacher).__name__} carries no state, but the checkpoint has {len(state)} tensors for it (first "
             f"{min(state)!r}). Resume with the teachers of the run that wrote it."
         )
-
-
-def _joined(parts: list[TopKScores]) -> TopKScores:
-    joined = {
-        name: torch.cat([getattr(part, name) for part in parts])
-        for name in ("ids", "logits", "log_normalizer", "log_normalizer_t1", "realized_logit")
-    }
-    return TopKScores(**joined, temperature=parts[0].temperature, vocab_size=parts[0].vocab_size)
 
 
 def _check_top_k(teacher: Teacher, top_k: int, vocab_size: int) -> None:

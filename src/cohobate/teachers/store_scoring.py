@@ -14,16 +14,14 @@ from torch import Tensor
 
 from cohobate.align.rollout import AlignedBatch, TeacherSide
 from cohobate.errors import ConfigError
-from cohobate.functional.chunked_head import row_chunks
-from cohobate.functional.scores import DenseScores, HiddenScores, TopKScores, top_k_scores
+from cohobate.functional.kept_scores import FIELDS, kept_scores
+from cohobate.functional.scores import DenseScores, HiddenScores, TopKScores
 from cohobate.teachers.load import load_model
 from cohobate.teachers.local import LocalTeacher
 from cohobate.teachers.protocol import Teacher
 from cohobate.teachers.store_format import Header, Text
 
 BATCH_TOKENS = 8192
-_BLOCK_BYTES = 256 * 2**20  # of the logits that are there at a time
-_FIELDS = ("ids", "logits", "log_normalizer", "log_normalizer_t1", "realized_logit")
 
 
 class TextScorer:
@@ -56,10 +54,12 @@ class TextScorer:
         vocab_size = 0
         for part in planned(texts, self.batch_tokens):
             batch = text_batch([texts[i] for i in part])
-            scores = kept_scores(self.teacher.score(batch), batch.teacher, self.top_k, self.temperature)
+            said = self.teacher.score(batch)
+            assert isinstance(said, HiddenScores | DenseScores)
+            scores = kept_scores(said, batch.target_ids, self.top_k, temperature=self.temperature)
             place = torch.from_numpy(np.concatenate([np.arange(begins[i], begins[i + 1]) for i in part]))
             vocab_size = scores.vocab_size
-            for name in _FIELDS:
+            for name in FIELDS:
                 value = getattr(scores, name).cpu()
                 if name not in whole:
                     whole[name] = value.new_empty((int(begins[-1]), *value.shape[1:]))
@@ -106,22 +106,6 @@ def text_batch(texts: Sequence[Text]) -> AlignedBatch:
         is_sampled=torch.zeros(len(texts), dtype=torch.bool),
         sample_ids=tuple(text.sample_id for text in texts),
     )
-
-
-@torch.no_grad()
-def kept_scores(scores: Any, side: Any, top_k: int, temperature: float) -> TopKScores:
-    """The K largest logits of each of the side's predictions, made a block of rows at a time."""
-    assert isinstance(scores, HiddenScores | DenseScores)
-    rows = scores.hidden if isinstance(scores, HiddenScores) else scores.dense
-    targets = side.target_ids.to(rows.device)
-    parts = []
-    for block in row_chunks(len(rows), max(1, _BLOCK_BYTES // (4 * scores.vocab_size))):
-        logits = rows[block]
-        if isinstance(scores, HiddenScores):
-            logits = HiddenScores(hidden=logits, head=scores.head).logits()
-        parts.append(top_k_scores(logits, targets[block], top_k, temperature=temperature, rows="pairs"))
-    joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in _FIELDS}
-    return TopKScores(**joined, temperature=temperature, vocab_size=scores.vocab_size)
 
 
 def model_scorer(
