@@ -263,6 +263,11 @@ def test_what_does_not_belong_to_a_list_of_teachers_is_named_with_its_place(chan
     assert part in refusal("csd", *OTHER_TOKENIZER, *changes)
 
 
+def test_what_becomes_of_the_ids_that_a_server_does_not_name_is_said_in_one_place():
+    message = refusal("server", *NEEDS["server"], "objective.tail=renormalize")
+    assert "teacher.loss_add_tail" in message
+
+
 def test_x_token_reads_whole_rows():
     assert "teachers[0].top_k: X-Token reads whole rows" in refusal("xtoken", *OTHER_TOKENIZER, "teachers.0.top_k=8")
 

@@ -57,7 +57,10 @@ class Run:
         kind = "none" if recipe.teacher is None else recipe.teacher.kind
         places = ("path", "teacher_model_server_url", "model")
         named = next((found for place in places if (found := getattr(recipe.teacher, place, None))), None)
-        several = [f"{e.model} ({'own' if e.aligner else 'the same'} tokenizer)" for e in recipe.teachers]
+        several = [
+            f"{e.path or e.teacher_model_server_url or e.model} ({'own' if e.aligner else 'the same'} tokenizer)"
+            for e in recipe.teachers
+        ]
         parameters: Any = trainer.model.parameters() if trainer.model is not None else ()
         sizes = [(p.numel(), p.requires_grad) for p in parameters]
         total, trained = sum(n for n, _ in sizes), sum(n for n, grad in sizes if grad)
@@ -76,9 +79,13 @@ class Run:
 
         Every rank asks, as every rank will.
         """
-        if self.loaded.recipe.teacher is None or self.loaded.recipe.teacher.kind != "server":
-            return ""
-        checks = check_server(cast(Any, self.trainer.teacher), self.trainer.processing_class)
+        recipe, teacher = self.loaded.recipe, cast(Any, self.trainer.teacher)
+        asked = [(teacher, self.trainer.processing_class)] if getattr(recipe.teacher, "kind", "") == "server" else []
+        for i, entry in enumerate(recipe.teachers):
+            if entry.teacher_model_server_url is not None:
+                reading = teacher.teachers[i]
+                asked.append((reading.teacher, reading.tokenizer))
+        checks = [check for server, tokenizer in asked for check in check_server(server, tokenizer)]
         return "\n".join(f"server    {check.name}: {check.detail}" for check in checks)
 
     def train(self, checkpoint: Path | None) -> int | None:

@@ -405,6 +405,10 @@ class Recipe(Section):
                 f"`teachers` goes with objective.kind csd or xtoken, not with {self.objective.kind}, which takes one "
                 "`teacher` with the student's tokenizer."
             )
+        if isinstance(self.teacher, ServerTeacher) and getattr(self.objective, "tail", "bucket") != "bucket":
+            raise ValueError(
+                "objective.tail: with a server, teacher.loss_add_tail says what becomes of the other ids."
+            )
         if several:
             for i, entry in enumerate(self.teachers):
                 entry.check(self.objective.kind, i)
