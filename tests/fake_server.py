@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import httpx
 import torch
 
-from cohobate.teachers.server_client import Surroundings
+from cohobate.remote.client import Surroundings
 
 Answer = dict[str, Any]
 Fault = Callable[["FakeServer", httpx.Request, int], "httpx.Response | None"]

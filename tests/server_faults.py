@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from cohobate.errors import ConfigError, DataError, TeacherResponseError
+from cohobate.errors import ConfigError, DataError, ServerResponseError
 from fake_server import Answer, Dripping, FakeServer, Fault, body_response, json_response, refusal
 
 AT = 5  # the request for log-probabilities that meets the fault; 0 is the canary before the first
@@ -229,7 +229,7 @@ def _fewer(server: FakeServer) -> None:
 
 def fatal(other_model: Any) -> list[Case]:
     """`other_model`: what a server with other weights serves."""
-    bad = TeacherResponseError
+    bad = ServerResponseError
     too_long = "This model's maximum context length is 8 tokens. However, your prompt contains 12 input tokens"
     return [
         Case(

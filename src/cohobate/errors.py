@@ -34,12 +34,12 @@ class NonFiniteError(CohobateError, RuntimeError):
     """A loss or gradient norm that is NaN or infinite, found before the optimizer step."""
 
 
-class TeacherResponseError(CohobateError, RuntimeError):
-    """A teacher server's answer that cannot be trusted. Asking again would not help: nothing is trained on it."""
+class ServerResponseError(CohobateError, RuntimeError):
+    """A server's answer that cannot be trusted. Asking again would not help: nothing is trained on it."""
 
 
-class TeacherUnreachable(CohobateError, ConnectionError):
-    """A teacher server that did not answer until the deadline. The command exits with 75: run it again later."""
+class ServerUnreachable(CohobateError, ConnectionError):
+    """A server that did not answer until the deadline. The command exits with 75: run it again later."""
 
 
 class MissingExtra(CohobateError, RuntimeError):

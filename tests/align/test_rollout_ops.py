@@ -20,13 +20,16 @@ def test_a_completion_is_what_is_attended_from_the_boundary_on(make_rollout):
 
 def test_selected_rows_lose_the_columns_that_are_padding_in_all_of_them(make_rollout):
     logprobs = torch.arange(24.0).reshape(3, 8)
-    cut = select_rows(three_rows(make_rollout, sampler_logprobs=logprobs, policy_version=7), [2, 0])
+    cut = select_rows(
+        three_rows(make_rollout, sampler_logprobs=logprobs, policy_version=torch.tensor([7, 8, 9])), [2, 0]
+    )
     assert cut.input_ids.tolist() == [[5, 6, 22, 99], [99, 1, 20, 21]]
     assert cut.attention_mask.tolist() == [[1, 1, 1, 0], [0, 1, 1, 1]]
     assert cut.response_start_idx.tolist() == [2, 2]
     assert cut.sampler_logprobs is not None
     assert cut.sampler_logprobs.tolist() == [[18.0, 19.0, 20.0, 21.0], [2.0, 3.0, 4.0, 5.0]]
-    assert cut.policy_version == 7
+    assert cut.policy_version is not None
+    assert cut.policy_version.tolist() == [9, 7]
 
 
 def test_a_boundary_behind_the_cut_buffer_moves_to_its_end(make_rollout):
@@ -97,22 +100,24 @@ def test_joined_rollouts_begin_their_completions_in_one_column(make_rollout):
 
 
 def test_joined_rollouts_keep_logprobs_in_the_tokens_columns_and_mark_rows_that_have_none(make_rollout):
-    a = make_rollout([([1], [20])], sampler_logprobs=torch.tensor([[0.0, -1.5]]), policy_version=3)
+    a = make_rollout([([1], [20])], sampler_logprobs=torch.tensor([[0.0, -1.5]]), policy_version=torch.tensor([3]))
     b = make_rollout([([2, 3], [21])])
     joined = concat_rollouts([a, b], pad_token_id=0)
     assert joined.sampler_logprobs is not None
     assert joined.sampler_logprobs[0].tolist() == [0.0, 0.0, -1.5]
     assert joined.sampler_logprobs[1].isnan().all()
-    assert joined.policy_version == 3
+    assert joined.policy_version is not None
+    assert joined.policy_version.tolist() == [3, -1]
 
 
-def test_joined_rollouts_of_two_policies_have_no_version_and_without_logprobs_none_are_made(make_rollout):
-    a = make_rollout([([1], [20])], policy_version=3)
-    b = make_rollout([([1], [20])], policy_version=4)
+def test_joined_rollouts_of_two_policies_keep_each_rows_version_and_without_logprobs_none_are_made(make_rollout):
+    a = make_rollout([([1], [20])], policy_version=torch.tensor([3]))
+    b = make_rollout([([1], [20])], policy_version=torch.tensor([4]))
     joined = concat_rollouts([a, b], pad_token_id=0)
-    assert joined.policy_version is None
+    assert joined.policy_version is not None
+    assert joined.policy_version.tolist() == [3, 4]
     assert joined.sampler_logprobs is None
-    assert concat_rollouts([a, a], pad_token_id=0).policy_version == 3
+    assert concat_rollouts([make_rollout([([1], [20])])] * 2, pad_token_id=0).policy_version is None
 
 
 def test_joining_bool_and_integer_masks_keeps_a_mask(make_rollout):

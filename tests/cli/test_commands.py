@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from cli_runs import refused
 from cohobate.cli import main
 from cohobate.cli.recipe import load_recipe
-from cohobate.errors import ConfigError, TeacherUnreachable
+from cohobate.errors import ConfigError, ServerUnreachable
 from cohobate.teachers import LocalTeacher
 
 SMALL = [
@@ -246,7 +246,7 @@ def test_a_teacher_that_goes_away_leaves_a_checkpoint_and_asks_to_run_again(
     def score(self, batch):
         calls.append(batch)
         if len(calls) == 3:
-            raise TeacherUnreachable("nobody answers at http://localhost:1.")
+            raise ServerUnreachable("nobody answers at http://localhost:1.")
         return scored(self, batch)
 
     monkeypatch.setattr(LocalTeacher, "score", score)

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny_bpe
 from cohobate.align import AlignedBatch, AlignedSide
-from cohobate.errors import ConfigError, DataError, TeacherResponseError
+from cohobate.errors import ConfigError, DataError, ServerResponseError
 from cohobate.functional.scores import SampledScores, TopKScores
 from cohobate.teachers import Patience, ServerTeacher, check_server
 from cohobate.teachers.load import load_model, load_tokenizer
@@ -253,7 +253,7 @@ def test_a_restart_is_waited_for_and_other_weights_after_it_are_refused(tmp_path
     thread = threading.Thread(target=restart)
     thread.start()
     try:
-        with pytest.raises(TeacherResponseError, match="another model, other weights"):
+        with pytest.raises(ServerResponseError, match="another model, other weights"):
             teacher.score(random_batch(seed=1))
         assert torch.equal(teacher.score(batch).logits, before.logits)  # answered before, so still known
     finally:

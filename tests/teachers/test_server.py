@@ -15,7 +15,7 @@ import tiny
 import tiny_bpe
 from cohobate.align import AlignedBatch, AlignedSide, align_tokens
 from cohobate.align.rollout import TeacherSide
-from cohobate.errors import ConfigError, DataError, TeacherResponseError, TeacherUnreachable
+from cohobate.errors import ConfigError, DataError, ServerResponseError, ServerUnreachable
 from cohobate.functional.common_support import common_support_divergence
 from cohobate.functional.scores import HiddenScores, OutputHead, SampledScores, TopKScores
 from cohobate.objectives import DivergenceObjective, PolicyGradientObjective
@@ -228,7 +228,7 @@ def _modulo(side: AlignedSide, num: int) -> AlignedSide:
 
 
 def test_ids_beyond_the_vocabulary_are_an_error_unless_the_head_is_said_to_be_wider():
-    with pytest.raises(TeacherResponseError, match=r"predict the ids 0 to 19.*set head_size"):
+    with pytest.raises(ServerResponseError, match=r"predict the ids 0 to 19.*set head_size"):
         teacher_of(FakeServer(MODEL), vocab_size=20, top_k=5).score(ragged_batch([(3, 6)]))
 
 
@@ -472,15 +472,15 @@ def test_a_fault_leaves_no_trace_or_stops_the_run(case: Case, loss: str, prefetc
     else:
         with pytest.raises(case.error, match=case.says) as caught:
             scored(server, loss, prefetched=prefetched)
-        assert not isinstance(caught.value, TeacherUnreachable)
+        assert not isinstance(caught.value, ServerUnreachable)
         assert "localhost:8000" in str(caught.value) or "row" in str(caught.value)
     assert server.clock() - started < 300 + 60
 
 
-def outcome_of(server: FakeServer, *, prefetched: bool) -> list[Tensor] | ConfigError | TeacherUnreachable:
+def outcome_of(server: FakeServer, *, prefetched: bool) -> list[Tensor] | ConfigError | ServerUnreachable:
     try:
         return scored(server, "jsd", prefetched=prefetched)
-    except (ConfigError, TeacherUnreachable) as error:
+    except (ConfigError, ServerUnreachable) as error:
         return error
 
 
@@ -496,7 +496,7 @@ def test_a_random_schedule_ends_in_the_exact_scores_or_in_an_error(seed: int):
         assert not stops
         assert all(torch.equal(a, b) for a, b in zip(ended, CLEAN["jsd"], strict=True))
     else:
-        assert stops or isinstance(ended, TeacherUnreachable)
+        assert stops or isinstance(ended, ServerUnreachable)
     assert server.clock() - started < 20 * 120 + 310
 
 
@@ -507,7 +507,7 @@ def test_a_server_that_stays_away_is_given_up_at_the_deadline():
     teacher.score(ragged_batch(LENGTHS))
     teacher.score(ragged_batch(LENGTHS, seed=1))
     started = server.clock()
-    with pytest.raises(TeacherUnreachable, match=r"unreachable since .* UTC: \d+ tries .*rerun the same command"):
+    with pytest.raises(ServerUnreachable, match=r"unreachable since .* UTC: \d+ tries .*rerun the same command"):
         teacher.score(BATCH)
     assert 250 < server.clock() - started <= 300
     assert max(server.clock.slept) <= 30
@@ -526,7 +526,7 @@ def test_of_two_teachers_the_dead_one_is_named_and_neither_scores_for_the_other(
     assert torch.equal(both.scores[1].logits, teacher_of(FakeServer(OTHER), top_k=3).score(batch).logits)
     dead.always = status(503)
     several = SeveralTeachers([teacher_of(alive, top_k=3), teacher_of(dead, top_k=3)])
-    with pytest.raises(TeacherUnreachable, match="HTTP 503"):
+    with pytest.raises(ServerUnreachable, match="HTTP 503"):
         several.score(batch)
 
 
@@ -543,11 +543,11 @@ def test_a_resumed_run_notices_another_teacher():
     same.score(BATCH)
     other = teacher_of(FakeServer(OTHER), top_k=3)
     other.load_state_dict(state)
-    with pytest.raises(TeacherResponseError, match="other log-probabilities than at the start of this run"):
+    with pytest.raises(ServerResponseError, match="other log-probabilities than at the start of this run"):
         other.score(BATCH)
     connected = teacher_of(FakeServer(OTHER), top_k=3)
     connected.connect()
-    with pytest.raises(TeacherResponseError, match="another model"):
+    with pytest.raises(ServerResponseError, match="another model"):
         connected.load_state_dict(state)
     with pytest.raises(ConfigError, match="another canary"):
         teacher_of(FakeServer(MODEL), vocab_size=22, head_size=23).load_state_dict(state)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cohobate.errors import TeacherResponseError
+from cohobate.errors import ServerResponseError
 from cohobate.teachers.server_answers import Asked, Expected, read_rows
 
 V = 6
@@ -142,7 +142,7 @@ def _rename(answer: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_answer_is_refused_and_named(name: str):
     edit, says = MALFORMED[name]
-    with pytest.raises(TeacherResponseError, match=says) as caught:
+    with pytest.raises(ServerResponseError, match=says) as caught:
         read(broken(edit))
     assert "rows 'a', 'b'" in str(caught.value)
 
@@ -165,7 +165,7 @@ def test_a_malformed_answer_is_refused_and_named(name: str):
 )
 def test_a_body_that_is_no_sound_json_is_refused_quickly(body: bytes, says: str):
     started = time.perf_counter()
-    with pytest.raises(TeacherResponseError, match=says):
+    with pytest.raises(ServerResponseError, match=says):
         read(body)
     assert time.perf_counter() - started < 1
 
@@ -175,7 +175,7 @@ def test_all_ids_must_have_the_mass_of_one():
     assert len(read(answer, 6)) == 2
     for said in first(answer)["prompt_logprobs"][1].values():
         said["logprob"] -= 0.05
-    with pytest.raises(TeacherResponseError, match=r"which even equal ones exceed|on all ids, which must be 1"):
+    with pytest.raises(ServerResponseError, match=r"which even equal ones exceed|on all ids, which must be 1"):
         read(answer, 6)
 
 
@@ -192,7 +192,7 @@ def test_mutated_answers_are_refused_or_read_and_nothing_else_happens():
         try:
             read(bytes(body))
             read_as_before += 1
-        except TeacherResponseError:
+        except ServerResponseError:
             refused += 1
     assert refused > 2000
     assert read_as_before > 20  # a changed digit of a log-probability, or of a field that is not read

@@ -11,7 +11,7 @@ from torch import nn
 
 import tiny
 import tiny_bpe
-from cohobate.errors import ConfigError, TeacherResponseError, TeacherUnreachable, VocabularyMismatch
+from cohobate.errors import ConfigError, ServerResponseError, ServerUnreachable, VocabularyMismatch
 from cohobate.teachers import Check, ServerTeacher, check_server
 from fake_server import FakeServer, json_response
 
@@ -52,7 +52,7 @@ class Uniform(nn.Module):
 
 @pytest.mark.parametrize("top_k", [0, 3])
 def test_a_uniform_teacher_is_found(top_k: int):
-    with pytest.raises(TeacherResponseError, match=r"all 23 ids equally likely.*-3\.1355"):
+    with pytest.raises(ServerResponseError, match=r"all 23 ids equally likely.*-3\.1355"):
         checked(FakeServer(Uniform()), top_k=top_k)
 
 
@@ -63,7 +63,7 @@ def test_replicas_with_other_weights_are_found():
         server.model = draw.choice([MODEL, OTHER])
 
     server.always = balance
-    with pytest.raises((ConfigError, TeacherResponseError), match="answers the same question differently"):
+    with pytest.raises((ConfigError, ServerResponseError), match="answers the same question differently"):
         checked(server)
 
 
@@ -73,7 +73,7 @@ def test_replicas_with_other_weights_are_found():
 def test_entries_of_the_position_beside_are_found(shift: int, says: str):
     server = FakeServer(MODEL)
     server.shift = shift
-    with pytest.raises(TeacherResponseError, match=says):
+    with pytest.raises(ServerResponseError, match=says):
         checked(server)
 
 
@@ -122,5 +122,5 @@ def test_a_server_that_is_not_there_is_unreachable():
         raise httpx.ConnectError("[Errno 111] Connection refused")
 
     server.always = gone
-    with pytest.raises(TeacherUnreachable, match="Connection refused"):
+    with pytest.raises(ServerUnreachable, match="Connection refused"):
         checked(server)

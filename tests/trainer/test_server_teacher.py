@@ -9,7 +9,7 @@ import torch
 
 import tiny
 from cohobate.align.rollout import AlignedBatch
-from cohobate.errors import TeacherResponseError
+from cohobate.errors import ServerResponseError
 from cohobate.functional.scores import TopKScores
 from cohobate.objectives import DivergenceObjective
 from cohobate.teachers import LocalTeacher, ServerTeacher, server_support
@@ -110,5 +110,5 @@ def test_a_bad_answer_stops_before_the_weights_move(tmp_path: Path):
     server = FakeServer(TEACHER)
     server.edit = lambda answer, payload: answer["choices"][0]["prompt_logprobs"].pop() and None
     teacher = ServerTeacher("http://localhost:8000", vocab_size=23, top_k=3, surroundings=server.surroundings)
-    with pytest.raises(TeacherResponseError):
+    with pytest.raises(ServerResponseError):
         one_step(tmp_path, teacher, DivergenceObjective(beta=0.0), 2, 1)

@@ -87,7 +87,7 @@ class RolloutBatch:
     attention_mask: Tensor  # [B, T] 0/1 or bool
     response_start_idx: Tensor  # [B] int64: column of the first completion token, in [1, T]
     sampler_logprobs: Tensor | None = None  # [B, T] float32, column t describes `input_ids[:, t]`
-    policy_version: int | None = None  # optimizer steps taken by the weights that sampled
+    policy_version: Tensor | None = None  # [B] int64: optimizer steps taken by the weights that sampled; -1: recorded
 
     def __post_init__(self) -> None:
         check_shapes(
@@ -96,6 +96,7 @@ class RolloutBatch:
             attention_mask=(self.attention_mask, "B T"),
             response_start_idx=(self.response_start_idx, "B"),
             sampler_logprobs=(self.sampler_logprobs, "B T"),
+            policy_version=(self.policy_version, "B"),
         )
 
 

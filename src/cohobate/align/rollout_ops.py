@@ -31,7 +31,7 @@ def select_rows(rollout: RolloutBatch, rows: Tensor | Sequence[int]) -> RolloutB
     mask = rollout.attention_mask.index_select(0, index)
     used = torch.nonzero((mask != 0).any(0))[:, 0].tolist()
     left, right = (used[0], used[-1] + 1) if used else (0, min(1, mask.shape[1]))
-    logprobs = rollout.sampler_logprobs
+    logprobs, versions = rollout.sampler_logprobs, rollout.policy_version
     # A row with an empty completion may name any boundary; the clamp keeps it legal, and its completion stays empty.
     start = (rollout.response_start_idx.index_select(0, index) - left).clamp(1, max(1, right - left))
     return RolloutBatch(
@@ -39,7 +39,7 @@ def select_rows(rollout: RolloutBatch, rows: Tensor | Sequence[int]) -> RolloutB
         attention_mask=mask[:, left:right],
         response_start_idx=start,
         sampler_logprobs=None if logprobs is None else logprobs.index_select(0, index)[:, left:right],
-        policy_version=rollout.policy_version,
+        policy_version=None if versions is None else versions.index_select(0, index.to(versions.device)),
     )
 
 
@@ -47,7 +47,7 @@ def concat_rollouts(rollouts: Sequence[RolloutBatch], pad_token_id: int) -> Roll
     """All rows in order, in one buffer: each part moves as a block so that their latest completion starts coincide.
 
     `sampler_logprobs` is kept if any part has it; parts without (recorded completions) get NaN, so that reading them
-    is seen. `policy_version` is kept if the parts that have one agree, else None.
+    is seen. `policy_version` is kept if any part has it; rows of the others have -1.
     """
     if not rollouts:
         raise ValueError("concat_rollouts needs at least one rollout, got none.")
@@ -64,13 +64,13 @@ def concat_rollouts(rollouts: Sequence[RolloutBatch], pad_token_id: int) -> Roll
         return torch.cat(wide)
 
     has_logprobs = any(part.sampler_logprobs is not None for part in rollouts)
-    versions = {part.policy_version for part in rollouts if part.policy_version is not None}
+    has_versions = any(part.policy_version is not None for part in rollouts)
     return RolloutBatch(
         input_ids=joined([part.input_ids for part in rollouts], fill),
         attention_mask=joined([part.attention_mask for part in rollouts], 0),
         response_start_idx=torch.cat([p.response_start_idx + s for p, s in zip(rollouts, shifts, strict=True)]),
         sampler_logprobs=joined([_logprobs(part) for part in rollouts], 0.0) if has_logprobs else None,
-        policy_version=versions.pop() if len(versions) == 1 else None,
+        policy_version=torch.cat([policy_versions(part) for part in rollouts]) if has_versions else None,
     )
 
 
@@ -87,6 +87,13 @@ def _row_index(rows: Tensor | Sequence[int], batch: int, device: torch.device) -
     if outside:
         raise ValueError(f"rows names row {outside[0]}, but the rollout has rows 0 to {batch - 1}.")
     return index.to(device)
+
+
+def policy_versions(rollout: RolloutBatch) -> Tensor:
+    """`[B]` int64 optimizer steps taken by the weights that wrote each row; -1 where nobody said."""
+    if rollout.policy_version is not None:
+        return rollout.policy_version
+    return torch.full_like(rollout.response_start_idx, -1, dtype=torch.int64)
 
 
 def _logprobs(rollout: RolloutBatch) -> Tensor:

@@ -22,7 +22,7 @@ from cohobate.cli.evaluate import evaluate
 from cohobate.cli.score import score
 from cohobate.cli.train import train
 from cohobate.cli.vocabularies import projection, subtokens
-from cohobate.errors import CohobateError, ConfigError, MissingExtra, TeacherUnreachable, VocabularyMismatch
+from cohobate.errors import CohobateError, ConfigError, MissingExtra, ServerUnreachable, VocabularyMismatch
 
 FAILED, WRONG_USAGE, TRY_AGAIN = 1, 2, 75
 TRACEBACK = "--traceback"
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def exit_code(error: CohobateError) -> int:
     """2 when the settings or the combination of parts cannot work, 75 when the teacher's server did not answer, 1 when
     a run or its data failed."""
-    if isinstance(error, TeacherUnreachable):
+    if isinstance(error, ServerUnreachable):
         return TRY_AGAIN
     return WRONG_USAGE if isinstance(error, ConfigError | MissingExtra | VocabularyMismatch) else FAILED
 

@@ -19,7 +19,7 @@ from cohobate.cli.build import build_trainer
 from cohobate.cli.evaluate import write_json
 from cohobate.cli.progress import EVALUATION, RunProgress, duration, numbers
 from cohobate.cli.recipe import LoadedRecipe, leaves
-from cohobate.errors import TeacherUnreachable
+from cohobate.errors import ServerUnreachable
 from cohobate.teachers.server_check import check_server
 from cohobate.trainer.signals import GracefulStop
 from cohobate.trainer.trainer import DistillationTrainer
@@ -97,11 +97,11 @@ class Run:
             (self.folder / "recipe.yaml").write_text(self.loaded.text, encoding="utf-8")
         try:
             self.trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        except TeacherUnreachable as error:
+        except ServerUnreachable as error:
             saved = self.trainer.save_unfinished()
             if saved is None:
                 raise
-            raise TeacherUnreachable(f"{error} {saved} is the last whole step: go on with --resume.") from error
+            raise ServerUnreachable(f"{error} {saved} is the last whole step: go on with --resume.") from error
         except KeyboardInterrupt:  # a second signal, or one before the first step
             return self.stop.received or signal.SIGINT
         finally:

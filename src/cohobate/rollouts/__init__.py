@@ -4,13 +4,14 @@
 from cohobate.align.rollout import RolloutBatch, RolloutRequest, SamplingConfig
 from cohobate.rollouts.local import LocalRollouts
 from cohobate.rollouts.mixed import MixedRollouts
-from cohobate.rollouts.protocol import RolloutSource
+from cohobate.rollouts.protocol import RemoteRollouts, RolloutSource
 from cohobate.rollouts.recorded import RecordedRollouts
 
 __all__ = [
     "LocalRollouts",
     "MixedRollouts",
     "RecordedRollouts",
+    "RemoteRollouts",
     "RolloutBatch",
     "RolloutRequest",
     "RolloutSource",

@@ -2,6 +2,7 @@
 """Where the teacher's distribution comes from."""
 
 from cohobate.functional.scores import DenseScores, HiddenScores, SampledScores, TeacherScores, TopKScores
+from cohobate.remote.client import Patience
 from cohobate.teachers.ensemble import SeveralTeachers
 from cohobate.teachers.forward import check_head, dense_pair_scores, logit_row_checksum, pair_scores
 from cohobate.teachers.load import load_model, load_tokenizer
@@ -12,7 +13,6 @@ from cohobate.teachers.protocol import SameWeightsConfig, StatefulTeacher, Teach
 from cohobate.teachers.same_weights import AdapterOffTeacher, EMATeacher, FrozenTeacher, LiveTeacher
 from cohobate.teachers.server import ServerTeacher
 from cohobate.teachers.server_check import Check, check_server
-from cohobate.teachers.server_client import Patience
 from cohobate.teachers.server_support import ServerSupport, server_support
 from cohobate.teachers.stored import StoredTeacher
 

@@ -7,7 +7,7 @@ says of a position is the k likeliest ids and the token that stands there, so sc
 
 A server can be replaced while a run goes on, and its answers would look as before. So every request carries one more
 row, the canary, whose answer is known from the start and travels in checkpoints: another model, or the same one with
-other weights, is found by the first request that meets it. How requests fail is in `server_client.py`, what an answer
+other weights, is found by the first request that meets it. How requests fail is in `remote/client.py`, what an answer
 must look like in `server_answers.py`, and what is tried before a run in `server_check.py`.
 """
 
@@ -21,13 +21,13 @@ import numpy as np
 from torch import Tensor
 
 from cohobate.align.rollout import AlignedBatch
-from cohobate.errors import ConfigError, DataError, TeacherResponseError
+from cohobate.errors import ConfigError, DataError, ServerResponseError
 from cohobate.functional.scores import SampledScores, TopKScores
+from cohobate.remote.client import Patience, Refused, ServerClient, Surroundings, TooLarge
+from cohobate.remote.workers import Workers
 from cohobate.teachers.server_answers import Asked, Expected, Row, read_json, read_rows
 from cohobate.teachers.server_batches import Kept, Plan, grouped, plan_of, sampled_scores, top_k_scores_of
 from cohobate.teachers.server_canary import CANARY, Canary, canary_ids
-from cohobate.teachers.server_client import Patience, Refused, ServerClient, Surroundings, TooLarge
-from cohobate.teachers.server_workers import Workers
 
 _SPARE = 8  # ids asked for beyond those that are kept, where some of the teacher's may have to be dropped
 _BYTES_PER_ID = 256  # of JSON, several times what one takes
@@ -121,8 +121,8 @@ class ServerTeacher:
         """Scores of the batch's predictions, on its device.
 
         Raises:
-            TeacherUnreachable: no answer until the deadline.
-            TeacherResponseError: an answer that cannot be right, or of another model than before.
+            ServerUnreachable: no answer until the deadline.
+            ServerResponseError: an answer that cannot be right, or of another model than before.
             DataError: a row that is too long for the server.
             ConfigError: the server declines.
         """
@@ -250,7 +250,7 @@ class ServerTeacher:
         data = answer.get("data") if isinstance(answer, dict) else None
         found = {m["id"]: m for m in data or () if isinstance(m, dict) and isinstance(m.get("id"), str)}
         if not found:
-            raise TeacherResponseError(f"the teacher server {self.client.url} names no model at /v1/models.")
+            raise ServerResponseError(f"the teacher server {self.client.url} names no model at /v1/models.")
         if self.model is None and len(found) > 1:
             raise ConfigError(
                 f"the teacher server has {len(found)} models; name one of them: {', '.join(map(repr, sorted(found)))}."

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cohobate.errors import TeacherResponseError
+from cohobate.errors import ServerResponseError
 
 _ROUNDING = 1e-3  # nats: a float32 log-softmax over a wide vocabulary, summed again
 _LONGEST_NUMBER = 40  # characters of a JSON number
@@ -59,7 +59,7 @@ def read_rows(body: bytes, asked: Sequence[Asked], expected: Expected, *, about:
     """The answer to one request, in the order of `asked`.
 
     Raises:
-        TeacherResponseError: naming `about`, the prompt, the position and what is wrong there.
+        ServerResponseError: naming `about`, the prompt, the position and what is wrong there.
     """
     try:
         answer = _json(body)
@@ -69,7 +69,7 @@ def read_rows(body: bytes, asked: Sequence[Asked], expected: Expected, *, about:
             for prompt, choice in zip(asked, _in_order(answer["choices"], len(asked)), strict=True)
         ]
     except _Malformed as problem:
-        raise TeacherResponseError(
+        raise ServerResponseError(
             f"the teacher server's answer about {about} cannot be used: {problem}. Nothing was trained on it; look at "
             "the server (its version, its flags, what stands between) before running again."
         ) from None
@@ -80,7 +80,7 @@ def read_json(body: bytes, *, about: str) -> Any:
     try:
         return _json(body)
     except _Malformed as problem:
-        raise TeacherResponseError(f"the teacher server's answer about {about} cannot be used: {problem}.") from None
+        raise ServerResponseError(f"the teacher server's answer about {about} cannot be used: {problem}.") from None
 
 
 def _json(body: bytes) -> Any:

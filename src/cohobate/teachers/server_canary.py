@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cohobate.errors import TeacherResponseError
+from cohobate.errors import ServerResponseError
 from cohobate.teachers.server_answers import Asked, Row
 
 CANARY = "(canary)"  # its name among the rows of a request
@@ -45,10 +45,10 @@ class Canary:
         return float(np.concatenate(gaps).mean())
 
     def check(self, row: Row, tolerance: float, url: str) -> None:
-        """Raise `TeacherResponseError` if `row` is of another model."""
+        """Raise `ServerResponseError` if `row` is of another model."""
         difference = self.difference(row)
         if not difference <= tolerance:
-            raise TeacherResponseError(
+            raise ServerResponseError(
                 f"the teacher server {url} gives {len(self.asked.ids)} tokens other log-probabilities than at the "
                 f"start of this run, by {difference:.3g} nats on average (allowed: {tolerance:g}): it serves another "
                 "model, other weights or other ids than before. Nothing was trained on this answer. Start the teacher "

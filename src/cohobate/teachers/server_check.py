@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from cohobate.errors import ConfigError, TeacherResponseError, VocabularyMismatch
+from cohobate.errors import ConfigError, ServerResponseError, VocabularyMismatch
+from cohobate.remote.client import Refused
 from cohobate.teachers.server import ServerTeacher
 from cohobate.teachers.server_answers import Asked, Row, read_json
-from cohobate.teachers.server_client import Refused
 from cohobate.vocab.tokens import vocabulary_table
 
 _TEXT = "Straße 42: naïve cafés — 10 + 3 = 13,\n  日本語 and \U0001f44d."
@@ -84,7 +84,7 @@ def _not_uniform(teacher: ServerTeacher) -> tuple[bool | None, str]:
     uniform = -math.log(teacher.head_size)
     seen = row.logprobs[:, 0] if row.ids.shape[1] else row.realized
     if np.abs(seen - uniform).max() < _SAME:
-        raise TeacherResponseError(
+        raise ServerResponseError(
             f"the teacher server {teacher.client.url} finds all {teacher.head_size} ids equally likely at every token "
             f"(log-probability {uniform:.4f}). Its weights are missing, lost in sleep mode, or random: restart it and "
             "look at its log."
@@ -105,12 +105,12 @@ def _positions(teacher: ServerTeacher, noise: float) -> tuple[bool | None, str]:
     allowed = _SAME + 8 * noise
     own, context = _top_gap(plain, last), _top_gap(plain, before)
     if own > allowed:
-        raise TeacherResponseError(
+        raise ServerResponseError(
             f"the teacher server {teacher.client.url} says something else of a token when the token itself changes, by"
             f" {own:.3g} nats: its entries belong to the position beside. Its prompt_logprobs cannot be used."
         )
     if context <= allowed:
-        raise TeacherResponseError(
+        raise ServerResponseError(
             f"the teacher server {teacher.client.url} says the same of a token whatever stands right before it: its "
             "entries belong to the position beside, or its context is cut. Its prompt_logprobs cannot be used."
         )
@@ -218,7 +218,7 @@ def _helper(teacher: ServerTeacher, path: str, payload: dict[str, Any]) -> dict[
         raise
     answer = read_json(body, about=about)
     if not isinstance(answer, dict):
-        raise TeacherResponseError(f"the teacher server's answer about {about} is no object.")
+        raise ServerResponseError(f"the teacher server's answer about {about} is no object.")
     return answer
 
 

@@ -42,6 +42,10 @@ class DistillationConfig(TrainingArguments):
     num_iterations: int = field(
         default=1, metadata={"help": "Optimizer steps that use one window of rollouts (needs an importance ratio)."}
     )
+    max_staleness: int = field(
+        default=0,
+        metadata={"help": "Optimizer steps that the weights which sampled may lie behind; older rows are dropped."},
+    )
     token_budget: int | None = field(
         default=None,
         metadata={"help": "Padded tokens, both sides, in one micro-batch; None splits by batch size in rows."},
@@ -107,6 +111,7 @@ class DistillationConfig(TrainingArguments):
         need(0 <= self.on_policy_fraction <= 1, "on_policy_fraction", "in [0, 1]")
         need(self.num_generations >= 1, "num_generations", ">= 1")
         need(self.num_iterations >= 1, "num_iterations", ">= 1")
+        need(self.max_staleness >= 0, "max_staleness", ">= 0")
         need(self.max_completion_length >= 1, "max_completion_length", ">= 1")
         need(self.max_prompt_length is None or self.max_prompt_length >= 1, "max_prompt_length", ">= 1 or None")
         need(self.token_budget is None or self.token_budget >= 1, "token_budget", ">= 1 or None")

@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from cohobate.align.cross_tokenizer import unaligned
 from cohobate.align.rollout import AlignedBatch, RolloutBatch
-from cohobate.align.rollout_ops import completion_mask
+from cohobate.align.rollout_ops import completion_mask, policy_versions
 from cohobate.files import written_whole
 from cohobate.objectives import Metric, ObjectiveOutput
 from cohobate.parallel.gather import all_reduce_largest, union_of_names
@@ -113,6 +113,13 @@ def add_rollout_metrics(
         sums.add(f"{prefix}mean_terminated_length", some[stopped].sum(), stopped.sum())
     cut = ~ended[is_sampled] & (lengths[is_sampled] >= max_new_tokens)
     sums.add("completion/truncated_share", cut.sum(), cut.numel())
+
+
+def add_policy_metrics(sums: MetricSums, rolled: RolledOut, *, step: int, max_staleness: int) -> None:
+    """How many optimizer steps the weights that sampled lie behind, and the share of rows that is dropped for it."""
+    lag = step - policy_versions(rolled.rollout)[rolled.is_sampled.to(rolled.rollout.input_ids.device)]
+    sums.add("rollouts/policy_lag", lag.sum(), lag.numel())
+    sums.add("rollouts/stale_share", (lag > max_staleness).sum(), lag.numel())
 
 
 def add_alignment_metrics(sums: MetricSums, batches: Sequence[AlignedBatch]) -> None:

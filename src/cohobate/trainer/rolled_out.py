@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step has before anything is aligned: data rows and the completion of each."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from cohobate.align.rollout import RolloutBatch
-from cohobate.align.rollout_ops import completion_mask
+from cohobate.align.rollout_ops import completion_mask, policy_versions, select_rows
 from cohobate.data import PromptRow
 
 
@@ -18,6 +20,27 @@ class RolledOut:
     rows: tuple[PromptRow, ...]  # [B] the data row of each completion
     is_sampled: Tensor  # [B] bool
     sampling_seconds: float
+
+    def select(self, rows: Sequence[int]) -> "RolledOut":
+        """The given completions in the given order; what it took to sample them all stays as it was."""
+        return replace(
+            self,
+            rollout=select_rows(self.rollout, rows),
+            rows=tuple(self.rows[r] for r in rows),
+            is_sampled=self.is_sampled[list(rows)],
+        )
+
+    def stamped(self, step: int) -> "RolledOut":
+        """With the policy of every row: sampled ones of a source that says none are by the weights of `step`."""
+        said = policy_versions(self.rollout)
+        by_now = torch.where(self.is_sampled.to(said.device) & (said < 0), step, said)
+        return replace(self, rollout=replace(self.rollout, policy_version=by_now))
+
+    def fresh(self, *, step: int, max_staleness: int) -> "RolledOut":
+        """Without the rows that weights of more than `max_staleness` optimizer steps before `step` have written."""
+        version = policy_versions(self.rollout)
+        kept = (version < 0) | (version >= step - max_staleness)
+        return self if bool(kept.all()) else self.select(kept.nonzero()[:, 0].tolist())
 
 
 def completion_ids(rollout: RolloutBatch) -> list[tuple[int, ...]]:

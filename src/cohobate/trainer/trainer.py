@@ -9,7 +9,6 @@ transformers keeps what it does well: devices, wrapping, optimizers, schedules, 
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from cohobate.trainer.metrics import (
     MetricsFile,
     MetricSums,
     add_alignment_metrics,
+    add_policy_metrics,
     add_rollout_metrics,
     completion_columns,
     write_completions,
@@ -212,14 +212,17 @@ class DistillationTrainer(Trainer):
             window, uses = self._held
             self._held = (window, uses - 1) if uses > 1 else None
             return window
-        epoch = self._sampler.epoch
-        rolled = self._assembler.roll_out(rows, sampling=self.args.sampling(), epoch=epoch)
-        rollout = replace(rolled.rollout, policy_version=self.state.global_step)
-        rolled = replace(rolled, rollout=rollout)
+        epoch, step = self._sampler.epoch, self.state.global_step
+        self._prepare_rollouts()
+        rolled = self._assembler.roll_out(rows, sampling=self.args.sampling(), epoch=epoch).stamped(step)
         self._sums.spent("sampling", rolled.sampling_seconds)
+        for name, (total, count) in getattr(self.rollouts, "metrics", dict)().items():
+            self._sums.add(name, total, count)
+        add_policy_metrics(self._sums, rolled, step=step, max_staleness=self.args.max_staleness)
+        rolled = rolled.fresh(step=step, max_staleness=self.args.max_staleness)
         add_rollout_metrics(
             self._sums,
-            rollout,
+            rolled.rollout,
             rolled.is_sampled,
             eos_token_ids=self.eos_token_ids,
             max_new_tokens=self.args.max_completion_length,
@@ -234,6 +237,12 @@ class DistillationTrainer(Trainer):
             columns = completion_columns(rolled, self.processing_class.decode, step=self.state.global_step + 1)
             write_completions(Path(str(self.args.output_dir), "completions", name), columns)
         return window
+
+    def _prepare_rollouts(self) -> None:
+        """Let a source that samples elsewhere have the weights of now. Every rank comes here."""
+        prepare = getattr(self.rollouts, "prepare", None)
+        if prepare is not None:
+            prepare(self.model_wrapped, self.state.global_step)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of one group; returns its share of the global loss times the number of ranks."""
@@ -317,6 +326,7 @@ class DistillationTrainer(Trainer):
         if self.optimizer is not None and hasattr(self.optimizer, "eval"):
             self.optimizer.eval()
         rows = [given[i] for i in my_rows(len(given))]
+        self._prepare_rollouts()
         recorded = self.args.on_policy_fraction == 0 and all(row.completion_ids is not None for row in given.rows)
         found = self._evaluation(recorded=recorded, score=True, grader=None if recorded else self.grader)(rows)
         if recorded and self.grader is not None:  # a grade needs an answer of the student's own

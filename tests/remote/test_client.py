@@ -13,10 +13,10 @@ import pytest
 
 import tiny
 from cohobate.cli.app import exit_code
-from cohobate.errors import ConfigError, TeacherResponseError, TeacherUnreachable
+from cohobate.errors import ConfigError, ServerResponseError, ServerUnreachable
+from cohobate.remote.client import Refused, ServerClient, Surroundings, TooLarge, checked_url
+from cohobate.remote.workers import Workers
 from cohobate.teachers import Patience, ServerTeacher
-from cohobate.teachers.server_client import Refused, ServerClient, Surroundings, TooLarge, checked_url
-from cohobate.teachers.server_workers import Workers
 from fake_server import Dripping, FakeClock, FakeServer, body_response, json_response, serve
 
 SECRET = "sk-canary-0123456789abcdef"
@@ -150,7 +150,7 @@ def test_the_token_is_told_to_nobody_but_the_server(
     teacher = ServerTeacher(
         "http://localhost:8000", vocab_size=23, token_env="COHOBATE_TEST_TOKEN", surroundings=server.surroundings
     )
-    with pytest.raises((ConfigError, TeacherResponseError, TeacherUnreachable)) as caught:
+    with pytest.raises((ConfigError, ServerResponseError, ServerUnreachable)) as caught:
         teacher.connect()
     assert server.seen[0].headers["authorization"] == f"Bearer {SECRET}"
     error = caught.value
@@ -185,14 +185,14 @@ def test_a_request_is_given_up_at_the_deadline_and_not_long_after():
     clock = FakeClock()
     client = client_of(lambda request: body_response(b"", 503), clock=clock)
     started = clock()
-    with pytest.raises(TeacherUnreachable, match=r"row 'a', the last one: HTTP 503"):
+    with pytest.raises(ServerUnreachable, match=r"row 'a', the last one: HTTP 503"):
         ask(client)
     assert 270 < clock() - started <= 300
-    assert issubclass(TeacherUnreachable, ConnectionError)
+    assert issubclass(ServerUnreachable, ConnectionError)
 
 
 def test_an_unreachable_teacher_has_an_exit_code_of_its_own():
-    errors = TeacherUnreachable("gone"), TeacherResponseError("wrong"), ConfigError("declined")
+    errors = ServerUnreachable("gone"), ServerResponseError("wrong"), ConfigError("declined")
     assert [exit_code(error) for error in errors] == [75, 1, 2]
 
 
@@ -204,7 +204,7 @@ def test_an_answer_that_drips_is_cut_off_at_the_deadline_of_one_try():
         return httpx.Response(200, stream=stream, headers={"content-type": "application/json"})
 
     started = clock()
-    with pytest.raises(TeacherUnreachable, match="the answer took too long"):
+    with pytest.raises(ServerUnreachable, match="the answer took too long"):
         client_of(drip, clock=clock).post("/", {}, about="row 'a'", most_bytes=10**9)
     assert clock() - started <= 302
 
@@ -218,7 +218,7 @@ def test_time_outs_never_reach_beyond_the_deadline():
         raise httpx.ReadTimeout("hangs")
 
     started = clock()
-    with pytest.raises(TeacherUnreachable, match=r"no answer in time .ReadTimeout"):
+    with pytest.raises(ServerUnreachable, match=r"no answer in time .ReadTimeout"):
         ask(client_of(hang, clock=clock))
     assert clock() - started <= 300
     assert all(timeout["connect"] <= 10 and timeout["read"] <= 60 for timeout in seen)
@@ -268,13 +268,13 @@ def test_what_a_server_says_is_quoted_in_one_short_printable_line():
     ],
 )
 def test_no_body_is_read_beyond_its_limit(response: Any):
-    with pytest.raises(TeacherResponseError, match="more than the 10000 bytes"):
+    with pytest.raises(ServerResponseError, match="more than the 10000 bytes"):
         ask(client_of(lambda request: response()))
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "deflate", "identity, gzip"])
 def test_nothing_compressed_is_expanded(encoding: str):
-    with pytest.raises(TeacherResponseError, match="compressed"):
+    with pytest.raises(ServerResponseError, match="compressed"):
         ask(client_of(lambda request: body_response(b"x", content_encoding=encoding)))
 
 
@@ -308,12 +308,12 @@ def test_a_socket_that_hangs_or_refuses_ends_in_unreachable_after_seconds():
     started = time.perf_counter()
     with serve(hang) as url:
         client = ServerClient(url, patience=QUICK)
-        with pytest.raises(TeacherUnreachable, match="no answer in time"):
+        with pytest.raises(ServerUnreachable, match="no answer in time"):
             ask(client)
         release.set()
         client.close()
     client = ServerClient(url, patience=QUICK)  # nobody listens there any more
-    with pytest.raises(TeacherUnreachable, match="cannot be connected to"):
+    with pytest.raises(ServerUnreachable, match="cannot be connected to"):
         ask(client)
     client.close()
     assert time.perf_counter() - started < 8

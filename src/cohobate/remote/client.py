@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asking an HTTP server for something that only it can say, without hanging, hammering it, or telling it too much.
 
-Scoring is a pure function of the tokens, so a request that failed on its way may be sent again. What came of one is
-told apart by who has to act: nobody, if the network or a busy server is to blame (it is asked again, until a deadline:
-`TeacherUnreachable`); the user, about a setting (`ConfigError`); the caller, who splits what is `TooLarge`; or the
-server's keeper, about an answer that no correct server gives (`TeacherResponseError`). What is inside a body is not
-looked at here.
+Nothing is asked whose answer a second asking would change, so a request that failed on its way may be sent again. What
+came of one is told apart by who has to act: nobody, if the network or a busy server is to blame (it is asked again,
+until a deadline: `ServerUnreachable`); the user, about a setting (`ConfigError`); the caller, who splits what is
+`TooLarge`; or the server's keeper, about an answer that no correct server gives (`ServerResponseError`). What is
+inside a body is not looked at here.
 
 A server is not trusted: no redirect is followed, no proxy or .netrc of the environment is used, nothing that was sent
 compressed is expanded, and no body grows beyond what the question can need. The API token is read from an environment
@@ -29,7 +29,7 @@ from typing import Any
 
 import httpx
 
-from cohobate.errors import ConfigError, TeacherResponseError, TeacherUnreachable
+from cohobate.errors import ConfigError, ServerResponseError, ServerUnreachable
 
 _RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
 _MOST_OF_AN_ERROR = 16_384  # bytes read of an answer that is no result
@@ -101,7 +101,7 @@ def checked_url(url: str, *, allow_insecure: bool = False) -> str:
         parsed = httpx.URL(url.strip())
     except (httpx.InvalidURL, TypeError, AttributeError):
         parsed = None
-    shape = "The teacher server's address must look like http://localhost:8000 or https://teacher.example"
+    shape = "The server's address must look like http://localhost:8000 or https://server.example"
     if parsed is None or parsed.scheme not in ("http", "https") or not parsed.host:
         raise ConfigError(f"{shape}; got something else.")  # which may hold a password, so it is not repeated
     if parsed.userinfo:
@@ -112,7 +112,7 @@ def checked_url(url: str, *, allow_insecure: bool = False) -> str:
         raise ConfigError(f"{shape}, without ? and #.")
     address = _literal_address(parsed.host)
     if address is not None and (address.is_link_local or address.is_multicast or address.is_unspecified):
-        raise ConfigError(f"{parsed.host} is no address that a teacher server can be reached at. {shape}.")
+        raise ConfigError(f"{parsed.host} is no address that a server can be reached at. {shape}.")
     loopback = parsed.host == "localhost" or (address is not None and address.is_loopback)
     if parsed.scheme == "http" and not loopback and not allow_insecure:
         raise ConfigError(
@@ -155,10 +155,15 @@ class ServerClient:
         ca_file: str | None = None,
         patience: Patience | None = None,
         num_connections: int = 8,
+        role: str = "teacher",
         surroundings: Surroundings | None = None,
     ) -> None:
-        """`ca_file`: certificates (PEM) that sign the server's, where the system does not know them."""
+        """`ca_file`: certificates (PEM) that sign the server's, where the system does not know them.
+
+        `role`: what the server is there for, in messages: "the teacher server http://...".
+        """
         self.url = checked_url(url, allow_insecure=allow_insecure)
+        self.name = f"the {role} server {self.url}"
         self.patience = patience or Patience()
         self._token_env = token_env
         self._world = surroundings or Surroundings()
@@ -191,10 +196,10 @@ class ServerClient:
             about: what the request is about, for messages: `rows 'a', 'b'`.
 
         Raises:
-            TeacherUnreachable: nothing usable came until the deadline.
+            ServerUnreachable: nothing usable came until the deadline.
             Refused: a ConfigError with the server's own words.
             TooLarge: status 413.
-            TeacherResponseError: an answer that is no JSON, is compressed, or is too long.
+            ServerResponseError: an answer that is no JSON, is compressed, or is too long.
         """
         return self._ask("POST", path, json.dumps(payload, separators=(",", ":")).encode(), about, most_bytes)
 
@@ -214,19 +219,17 @@ class ServerClient:
                 if gone + pause >= patience.total:
                     raise self._unreachable(about, gone, failures, failure) from None
                 if failures == 1:
-                    _log.warning(
-                        "the teacher server %s: %s; trying again for up to %.0f s.", self.url, failure, patience.total
-                    )
+                    _log.warning("%s: %s; trying again for up to %.0f s.", self.name, failure, patience.total)
                 self._world.sleep(pause)
             else:
                 if failures:
-                    _log.info("the teacher server %s answers again after %d failures.", self.url, failures)
+                    _log.info("%s answers again after %d failures.", self.name, failures)
                 return body
 
-    def _unreachable(self, about: str, gone: float, failures: int, last: _Transient) -> TeacherUnreachable:
+    def _unreachable(self, about: str, gone: float, failures: int, last: _Transient) -> ServerUnreachable:
         since = datetime.now(UTC) - timedelta(seconds=gone)
-        return TeacherUnreachable(
-            f"the teacher server {self.url} is unreachable since {since:%H:%M:%S} UTC: {failures} tries in "
+        return ServerUnreachable(
+            f"{self.name} is unreachable since {since:%H:%M:%S} UTC: {failures} tries in "
             f"{gone:.0f} s for {about}, the last one: {last}. Nothing was trained on what is missing. Start the "
             "server again and rerun the same command."
         )
@@ -272,12 +275,10 @@ class ServerClient:
             raise Refused(self._refusal(status, path, about, said), status=status, said=said)
         kind = response.headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "application/json":
-            raise TeacherResponseError(
-                f"{self.url}{path} answered {about} with {_short(kind) or 'no type'}, not JSON."
-            )
+            raise ServerResponseError(f"{self.url}{path} answered {about} with {_short(kind) or 'no type'}, not JSON.")
         encoding = response.headers.get("content-encoding", "identity").strip().lower()
         if encoding != "identity":
-            raise TeacherResponseError(
+            raise ServerResponseError(
                 f"{self.url}{path} answered {about} compressed ({_short(encoding)}), which was not asked for and is "
                 "not expanded. Turn compression off between here and the server."
             )
@@ -296,7 +297,7 @@ class ServerClient:
                     raise _Transient(f"the answer took too long ({size} bytes until then)")
             else:
                 return b"".join(parts)
-        raise TeacherResponseError(
+        raise ServerResponseError(
             f"{self.url} answered {about} with more than the {most_bytes} bytes that it can need. It was not read on."
         )
 
@@ -319,7 +320,7 @@ class ServerClient:
         return _short(self._redact(text))
 
     def _refusal(self, status: int, path: str, about: str, said: str) -> str:
-        where, says = f"the teacher server {self.url}", f" It says: {said}" if said else ""
+        where, says = self.name, f" It says: {said}" if said else ""
         if status in (401, 403):
             token = (
                 f"The token in the environment variable {self._token_env} was sent"

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asking a server that somebody else keeps running: what teachers and rollouts from servers have in common."""
+
+from cohobate.remote.client import Patience, Refused, ServerClient, Surroundings, TooLarge
+from cohobate.remote.workers import Workers
+
+__all__ = ["Patience", "Refused", "ServerClient", "Surroundings", "TooLarge", "Workers"]
