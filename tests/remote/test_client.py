@@ -239,6 +239,15 @@ def test_a_server_that_declines_is_not_asked_again(status: int):
     assert seen == [1]
 
 
+def test_a_status_that_the_caller_calls_final_is_not_asked_again_and_others_are():
+    seen: list[int] = []
+    answers = iter([503, 500])
+    with pytest.raises(Refused, match=r"HTTP 500\).*says: broken") as caught:
+        ask(client_of(lambda request: seen.append(1) or body_response(b"broken", next(answers))), final={500})
+    assert seen == [1, 1]
+    assert (caught.value.status, caught.value.said) == (500, "broken")
+
+
 def test_a_request_that_is_too_large_is_the_callers_to_split():
     with pytest.raises(TooLarge):
         ask(client_of(lambda request: body_response(b"", 413)))

@@ -129,7 +129,7 @@ def test_rows_that_are_no_projection_are_refused(indices: list, weights: list, e
         ({"exact": np.uint8}, "float64 and uint8"),
         ({"header": "[1]"}, "is no projection"),
         ({"teacher_vocab_size": None}, "is no projection"),
-        ({"teacher_vocab_size": 10**7}, "has 10000000 teacher ids, the teacher's tokenizer .* 330"),
+        ({"teacher_vocab_size": 10**7}, "has 10000000 teacher ids, but the tokenizer .* has 330"),
         ({"student_fingerprint": None}, "student_fingerprint is not that of the student's"),
     ],
 )

@@ -4,6 +4,7 @@
 import itertools
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from cohobate.errors import VocabularyMismatch
+from cohobate.teachers.load import load_tokenizer
 from cohobate.vocab import (
     SharedVocabulary,
+    SubtokenTables,
     check_config_vocab_size,
     check_same_vocabulary,
     fingerprint,
@@ -23,6 +26,7 @@ from cohobate.vocab import (
     template_fingerprint,
     token_bytes,
 )
+from cohobate.vocab.tokens import describe
 from small_tokenizers import ADDED, SPECIAL, bpe, chat_tokenizer, sentencepiece_tokenizer, word_tokenizer
 from tiny import char_tokenizer
 
@@ -299,3 +303,16 @@ def test_a_vocabulary_of_realistic_size_is_compared_in_seconds():
     assert spent < 2.0
     with pytest.raises(VocabularyMismatch, match="id 151641 is"):
         check_same_vocabulary(ours, large([*words[:-2], words[-1], words[-2]]))
+
+
+def test_a_message_names_a_tokenizer_and_not_its_class(tmp_path: Path):
+    """The class is transformers' own matter (`TokenizersBackend`), and the same for nearly all of them."""
+    tokenizer = char_tokenizer()
+    assert describe(tokenizer) == "the tokenizer (without a name)"
+    tokenizer.save_pretrained(tmp_path / "mine")
+    loaded = load_tokenizer(tmp_path / "mine")
+    assert describe(loaded) == f"the tokenizer {tmp_path / 'mine'}"
+    with pytest.raises(VocabularyMismatch) as caught:
+        SubtokenTables.build(loaded, char_tokenizer("01"))
+    assert "the tokenizer" in str(caught.value)
+    assert type(loaded).__name__ not in str(caught.value)

@@ -22,7 +22,7 @@ import re
 import ssl
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -51,11 +51,11 @@ class Refused(ConfigError):
 
 
 class _Transient(Exception):
-    """Worth another try; `after` is what the server asked to wait, in seconds."""
+    """Worth another try; `after` is what the server asked to wait, in seconds; `status` 0: no answer came."""
 
-    def __init__(self, what: str, after: float | None = None) -> None:
+    def __init__(self, what: str, after: float | None = None, *, status: int = 0, said: str = "") -> None:
         super().__init__(what)
-        self.after = after
+        self.after, self.status, self.said = after, status, said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,11 +189,20 @@ class ServerClient:
         """The body of the answer; see `post`."""
         return self._ask("GET", path, None, about, most_bytes)
 
-    def post(self, path: str, payload: Mapping[str, Any], *, about: str, most_bytes: int) -> bytes:
+    def post(
+        self,
+        path: str,
+        payload: Mapping[str, Any],
+        *,
+        about: str,
+        most_bytes: int,
+        final: Collection[int] = (),
+    ) -> bytes:
         """The body of the server's answer to `payload` as JSON, at most `most_bytes` of it.
 
         Args:
             about: what the request is about, for messages: `rows 'a', 'b'`.
+            final: statuses that asking again would not change here, although elsewhere it might: they are `Refused`.
 
         Raises:
             ServerUnreachable: nothing usable came until the deadline.
@@ -201,9 +210,18 @@ class ServerClient:
             TooLarge: status 413.
             ServerResponseError: an answer that is no JSON, is compressed, or is too long.
         """
-        return self._ask("POST", path, json.dumps(payload, separators=(",", ":")).encode(), about, most_bytes)
+        content = json.dumps(payload, separators=(",", ":")).encode()
+        return self._ask("POST", path, content, about, most_bytes, final)
 
-    def _ask(self, method: str, path: str, content: bytes | None, about: str, most_bytes: int) -> bytes:
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        about: str,
+        most_bytes: int,
+        final: Collection[int] = (),
+    ) -> bytes:
         clock, patience = self._world.clock, self.patience
         started, failures = clock(), 0
         while True:
@@ -211,6 +229,9 @@ class ServerClient:
             try:
                 body = self._attempt(method, path, content, about, most_bytes, deadline)
             except _Transient as failure:
+                if failure.status in final:
+                    refusal = self._refusal(failure.status, path, about, failure.said)
+                    raise Refused(refusal, status=failure.status, said=failure.said) from None
                 failures += 1
                 pause = patience.pause(failures, self._world.draw())
                 if failure.after is not None:
@@ -269,7 +290,7 @@ class ServerClient:
         if status != 200:
             said = self._said(response, deadline)
             if status in _RETRYABLE:
-                raise _Transient(f"HTTP {status} {said}".strip(), _retry_after(response))
+                raise _Transient(f"HTTP {status} {said}".strip(), _retry_after(response), status=status, said=said)
             if status == 413:
                 raise TooLarge(said)
             raise Refused(self._refusal(status, path, about, said), status=status, said=said)

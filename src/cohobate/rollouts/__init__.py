@@ -6,6 +6,7 @@ from cohobate.rollouts.local import LocalRollouts
 from cohobate.rollouts.mixed import MixedRollouts
 from cohobate.rollouts.protocol import RemoteRollouts, RolloutSource
 from cohobate.rollouts.recorded import RecordedRollouts
+from cohobate.rollouts.vllm import VLLMRollouts, VLLMRolloutsConfig
 
 __all__ = [
     "LocalRollouts",
@@ -16,4 +17,6 @@ __all__ = [
     "RolloutRequest",
     "RolloutSource",
     "SamplingConfig",
+    "VLLMRollouts",
+    "VLLMRolloutsConfig",
 ]

@@ -90,7 +90,7 @@ class LocalRollouts:
         is a function of weights, prompts, seeds and `sampling`, and no generator is touched; without, keys come from
         torch's global one.
         """
-        _check_request(request)
+        check_request(request)
         model, num_samples = unwrapped(self.model), sampling.n_samples_per_prompt
         device = next(model.parameters()).device
         ids = request.prompt_ids.long().to(device).repeat_interleave(num_samples, dim=0)
@@ -270,7 +270,8 @@ def _base_model(model: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
 
 
-def _check_request(request: RolloutRequest) -> None:
+def check_request(request: RolloutRequest) -> None:
+    """Raise `AlignmentError` for a prompt that is empty, or does not end in the last column."""
     ids, mask = request.prompt_ids, request.prompt_attention_mask
     check_ids(ids, "request.prompt_ids")
     for row, run in enumerate(attended_runs(mask, "request.prompt_attention_mask")):

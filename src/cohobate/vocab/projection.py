@@ -178,12 +178,12 @@ class Projection:
             for name, value in (("fingerprint", vocabulary.fingerprint), ("merges", vocabulary.merges)):
                 if self.header.get(f"{side}_{name}") != value:
                     raise VocabularyMismatch(
-                        f"the projection's {side}_{name} is not that of the {side}'s tokenizer {vocabulary.name}: it "
+                        f"the projection's {side}_{name} is not that of the {side}'s, {vocabulary.name}: it "
                         f"was built from another one, or the tokenizer has changed since. {_REBUILD}"
                     )
             if widths[side] != len(vocabulary.pieces):
                 raise VocabularyMismatch(
-                    f"the projection has {widths[side]} {side} ids, the {side}'s tokenizer {vocabulary.name} "
+                    f"the projection has {widths[side]} {side} ids, but {vocabulary.name} has "
                     f"{len(vocabulary.pieces)}. {_REBUILD}"
                 )
         self._check_numbers()

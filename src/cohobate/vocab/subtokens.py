@@ -229,7 +229,7 @@ def _check_header(name: str, header: Mapping[str, Any], source: _Side, destinati
         )
     field, (side, vocabulary) = differing[0]
     raise VocabularyMismatch(
-        f"{name}.{field} is not that of the {side}'s tokenizer {vocabulary.name}: it was built from another one, "
+        f"{name}.{field} is not that of the {side}'s, {vocabulary.name}: it was built from another one, "
         f"or the tokenizer has changed since. {_REBUILD}"
     )
 

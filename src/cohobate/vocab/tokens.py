@@ -225,8 +225,9 @@ def _list(table: list[bytes | None], start: int) -> str:
 
 
 def describe(tokenizer: Any) -> str:
-    """What a message calls this tokenizer."""
-    return f"{type(tokenizer).__name__} {getattr(tokenizer, 'name_or_path', '') or '(unnamed)'}"
+    """What a message calls this tokenizer; not by its class, a name within transformers that tells nobody which."""
+    name = getattr(tokenizer, "name_or_path", "")
+    return f"the tokenizer {name}" if name else "the tokenizer (without a name)"
 
 
 def decoder_of(tokenizer: Any) -> str:
