@@ -112,7 +112,9 @@ def test_rows_are_padded_on_the_right_with_the_teachers_own_id(make_rollout: Any
 
 def test_what_stands_in_no_chunk_is_counted_row_by_row(make_rollout: Any, make_context: Any) -> None:
     batch = joined(ROWS, make_rollout, make_context)
-    ((outside, chunks),) = unaligned(batch)  # of the one teacher with its own tokenizer
+    ((rows, pairs, outside, chunks),) = unaligned(batch)  # of the one teacher with its own tokenizer
+    assert rows.tolist() == [0, 1, 2, 3]
+    assert pairs.tolist() == torch.bincount(batch.row, minlength=4).tolist()
     assert outside.tolist() == [0, 0, 1, 1]
     assert chunks.tolist() == [2, 0, 1, 0]
 

@@ -116,6 +116,9 @@ def test_only_teachers_with_chunks_may_have_another_number_of_predictions():
         aligned(teacher=teacher_side())
     with pytest.raises(ValueError, match=r"teachers\[0\] has no chunks, .* it has 4 and the student 3"):
         aligned(teacher=teacher_side(), teachers=(teacher_side(),))
+    some = dataclasses.replace(teacher_side(2), rows=(0,))
+    with pytest.raises(ValueError, match=r"it has 2 and the student 1 in rows \[0\]"):
+        aligned(row=torch.tensor([0, 1, 1]), teachers=(some,))
     chunked = teacher_side(chunks=align_bytes([b"a", b"b", b"c"], [b"a", b"b", b"", b"c"]))
     assert aligned(teacher=chunked, teachers=(chunked,)).num_pairs == 3
 

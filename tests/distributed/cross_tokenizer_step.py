@@ -18,7 +18,7 @@ import tiny
 import tiny_bpe
 from cohobate.data import PrivilegedConfig
 from cohobate.objectives.cross_tokenizer import CommonSupportObjective, ProjectedObjective
-from cohobate.teachers import LocalTeacher, OwnTokenizerTeacher, SeveralTeachers
+from cohobate.teachers import LocalTeacher, OwnTokenizerTeacher, Routing, SeveralTeachers
 from cohobate.trainer import DistillationConfig, DistillationTrainer
 from cohobate.vocab import Projection, SubtokenTables
 
@@ -44,7 +44,7 @@ def rows(*, recorded: bool) -> list[dict[str, str]]:
 class Arrangement:
     """How the eight rows are spread; nothing here but the method may change the result."""
 
-    method: str  # csd | csd-recorded | csd-top-k | several | xtoken
+    method: str  # csd | csd-recorded | csd-top-k | several | routed | twins | xtoken
     accumulation: int = 1
     world: int = 1
     token_budget: int | None = None
@@ -64,6 +64,17 @@ def parts(method: str) -> dict[str, Any]:
         objective: Any = CommonSupportObjective(parts=(TABLES, None, TABLES), weights=(1.0, 0.5, 0.7))
         privileged = PrivilegedConfig(source="hint", template="{privileged}{question}")
         return {"teacher": teacher, "objective": objective, "privileged": privileged}
+    if method == "routed":  # three kinds of teachers, each for the rows of one hint
+        same = LocalTeacher(tiny.llama(6, hidden=12, vocab_size=32).double(), vocab_size=len(STUDENT))
+        routing = Routing(column="hint", routes=(("ab",), ("abc",), None))
+        teacher = SeveralTeachers([own_teacher(5, top_k=6), same, own_teacher(7, max_length=13)], routing)
+        objective = CommonSupportObjective(parts=(TABLES, None, TABLES), weights=(1.0, 0.5, 0.7), routed=True)
+        privileged = PrivilegedConfig(source="hint", template="{privileged}{question}")
+        return {"teacher": teacher, "objective": objective, "privileged": privileged}
+    if method == "twins":  # the teacher of csd twice
+        routing = Routing(column="hint", routes=(("ab",), None))
+        objective = CommonSupportObjective(parts=(TABLES, TABLES), ce_rows="all", dynamic_scaling="off", routed=True)
+        return {"teacher": SeveralTeachers([own_teacher(5), own_teacher(5)], routing), "objective": objective}
     if method == "xtoken":
         return {"teacher": own_teacher(5), "objective": ProjectedObjective(parts=(PROJECTION,), vocab_top_k=9)}
     options = {"top_k": 6} if method == "csd-top-k" else {}
@@ -114,7 +125,7 @@ def one_step(arrangement: Arrangement) -> dict[str, Any]:
     return {"log": log, "weights": sum(float(p.detach().abs().sum()) for p in model.parameters())}
 
 
-METHODS = ("csd", "csd-recorded", "csd-top-k", "several", "xtoken")
+METHODS = ("csd", "csd-recorded", "csd-top-k", "several", "routed", "twins", "xtoken")
 
 
 def arrangements(world: int) -> list[Arrangement]:

@@ -56,3 +56,13 @@ def test_two_ranks_change_nothing(references: dict[str, dict[str, Any]]) -> None
         assert len(results) == len(arrangements(2))
         for arrangement, result in results:
             same(result, references[arrangement["method"]], arrangement)
+
+
+def test_rows_that_are_split_between_twins_are_those_of_one_of_them(references: dict[str, dict[str, Any]]) -> None:
+    """And so it is in every arrangement of the twins, which the others of this file compare with this one."""
+    found, wanted = references["twins"], references["csd"]
+    assert found["weights"] == pytest.approx(wanted["weights"], rel=1e-12)
+    assert found["log"]["grad_norm"] == pytest.approx(wanted["log"]["grad_norm"], rel=1e-9)
+    for name in ("loss", "ce", "align/unaligned_student_share", "align/rows_without_chunk", "chunks/mismatch_share"):
+        assert found["log"][name] == pytest.approx(wanted["log"][name], rel=1e-6), name
+    assert [found["log"][f"teacher{i}/row_share"] for i in (0, 1)] == [3 / 8, 5 / 8]

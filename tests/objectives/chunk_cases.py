@@ -6,7 +6,7 @@ a time in float64; the divergence of a chunk is the oracle of `tests/functional/
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,11 +141,16 @@ def heads(seed: int = 3, dtype: torch.dtype = torch.float64) -> Heads:
     return Heads(student=student, teachers=(of_teachers[0], of_teachers[1], of_teachers[2]))
 
 
-def batch_of(rows: Sequence[Row], teachers: Sequence[int] = (0,)) -> AlignedBatch:
-    """The rows as one micro-batch, predictions and chunks numbered through them."""
+def batch_of(
+    rows: Sequence[Row], teachers: Sequence[int] = (0,), routes: Mapping[str, int] | None = None
+) -> AlignedBatch:
+    """The rows as one micro-batch, predictions and chunks numbered through them.
+
+    `routes`: by a row's name the place in `teachers` of the one that reads it; None: all do.
+    """
     target = torch.tensor([i for row in rows for i in row.ids], dtype=torch.int64)
     index = torch.tensor([r for r, row in enumerate(rows) for _ in row.ids], dtype=torch.int64)
-    sides = tuple(_side(rows, teacher, target, index) for teacher in teachers)
+    sides = tuple(_side(rows, teacher, target, index, _read(rows, i, routes)) for i, teacher in enumerate(teachers))
     return AlignedBatch(
         student=AlignedSide(model_inputs={}, pair_index=torch.arange(len(target))),
         teacher=sides[0],
@@ -158,14 +163,25 @@ def batch_of(rows: Sequence[Row], teachers: Sequence[int] = (0,)) -> AlignedBatc
     )
 
 
-def _side(rows: Sequence[Row], teacher: int, target: Tensor, index: Tensor) -> TeacherSide:
+def _read(rows: Sequence[Row], place: int, routes: Mapping[str, int] | None) -> tuple[int, ...] | None:
+    return None if routes is None else tuple(r for r, row in enumerate(rows) if routes[row.name] == place)
+
+
+def _side(
+    rows: Sequence[Row], teacher: int, target: Tensor, index: Tensor, read: tuple[int, ...] | None
+) -> TeacherSide:
     if teacher == SAME:
-        return TeacherSide(model_inputs={}, pair_index=torch.arange(len(target)), target_ids=target, row=index)
+        some = torch.tensor([read is None or r in read for r in index.tolist()], dtype=torch.bool)
+        number = torch.arange(int(some.sum()))
+        return TeacherSide(model_inputs={}, pair_index=number, target_ids=target[some], row=index[some], rows=read)
     columns: list[list[int]] = [[], [], [], []]
     ids: list[int] = []
     row_of: list[int] = []
     before = 0
     for r, row in enumerate(rows):
+        if read is not None and r not in read:
+            before += len(row.ids)
+            continue
         for s0, s1, t0, t1 in row.chunks[teacher]:
             for column, value in zip(columns, (s0 + before, s1 + before, t0 + len(ids), t1 + len(ids)), strict=True):
                 column.append(value)
@@ -179,6 +195,7 @@ def _side(rows: Sequence[Row], teacher: int, target: Tensor, index: Tensor) -> T
         target_ids=torch.tensor(ids, dtype=torch.int64),
         row=torch.tensor(row_of, dtype=torch.int64),
         chunks=Chunks(**{n: np.array(c, dtype=np.int32) for n, c in zip(names, columns, strict=True)}),
+        rows=read,
     )
 
 
@@ -201,8 +218,22 @@ def teacher_of(rows: Sequence[Row], made: Heads, teacher: int, how: str | int = 
     return top_k_scores(scores.logits(), ids, how, rows="pairs", **options)
 
 
-def teachers_of(rows: Sequence[Row], made: Heads, teachers: Sequence[int], how: str | int = "hidden") -> Any:
-    scores = tuple(teacher_of(rows, made, i, "hidden" if i == SAME else how) for i in teachers)
+def teachers_of(
+    rows: Sequence[Row],
+    made: Heads,
+    teachers: Sequence[int],
+    how: str | int = "hidden",
+    routes: Mapping[str, int] | None = None,
+) -> Any:
+    scores = tuple(
+        teacher_of(
+            [row for row in rows if routes is None or routes[row.name] == place],
+            made,
+            i,
+            "hidden" if i == SAME else how,
+        )
+        for place, i in enumerate(teachers)
+    )
     return scores[0] if len(scores) == 1 else SeveralScores(scores=scores)
 
 

@@ -8,6 +8,7 @@ import torch
 from cohobate.errors import ConfigError, VocabularyMismatch
 from cohobate.functional.scores import DenseScores, HiddenScores, OutputHead, SampledScores, TopKScores, top_k_scores
 from cohobate.objectives import DivergenceObjective, pair_divergences
+from functional.memory import NewMemory
 
 from .cases import (
     VOCAB,
@@ -23,6 +24,7 @@ from .cases import (
     metric_value,
     near,
     rows_of,
+    softmax,
 )
 
 
@@ -134,6 +136,7 @@ def test_a_teacher_that_equals_the_student_gives_exactly_zero():
         DivergenceObjective(clip="token", clip_limit=0.1),
         DivergenceObjective(clip="pointwise", clip_limit=0.1),
         DivergenceObjective(top_k=2),
+        DivergenceObjective(top_k=2, top_k_of="student"),
     ],
 )
 def test_a_batch_without_pairs_gives_a_connected_zero(objective: DivergenceObjective):
@@ -273,6 +276,9 @@ TOP_K = [
     {"top_k": 3},
     {"top_k": 3, "tail": "renormalize", "temperature": 0.7},
     {"top_k": 1, "clip": "token", "clip_limit": 0.1},
+    {"top_k": 3, "top_k_of": "student"},
+    {"top_k": 3, "top_k_of": "student", "tail": "renormalize", "temperature": 0.7},
+    {"top_k": 2, "top_k_of": "student", "tail": "drop", "clip": "token", "clip_limit": 0.05},
     {"tail": "bucket", "temperature": 0.7},
     {"tail": "drop"},
     {"clip": "token", "clip_limit": 0.2},
@@ -301,12 +307,16 @@ def test_a_hidden_student_on_a_top_k_support_equals_the_same_student_as_logits(o
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["top_k", "dense", "pointwise", "cut"])
+@pytest.mark.parametrize("kind", ["top_k", "dense", "pointwise", "cut", "student's"])
 def test_chunks_of_rows_change_neither_loss_nor_gradient_nor_metrics(kind: str, monkeypatch: pytest.MonkeyPatch):
     batch = batch_of([3, 4])
     teacher = hidden_scores(7, 2)
     scores = {"top_k": as_top_k(teacher, 3), "dense": dense_of(teacher)}.get(kind, teacher)
-    options: dict = {"pointwise": {"clip": "pointwise", "clip_limit": 0.05}, "cut": {"top_k": 3}}.get(kind, {})
+    options: dict = {
+        "pointwise": {"clip": "pointwise", "clip_limit": 0.05},
+        "cut": {"top_k": 3},
+        "student's": {"top_k": 3, "top_k_of": "student"},
+    }.get(kind, {})
 
     def read() -> tuple:
         student = hidden_scores(7, 1, grad=True)
@@ -321,6 +331,114 @@ def test_chunks_of_rows_change_neither_loss_nor_gradient_nor_metrics(kind: str, 
     torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-13)
     for name in whole.metrics:
         assert near(metric_value(chunked, name), metric_value(whole, name)), name
+
+
+# ------------------------------------------------------------------ the student's top-k
+
+
+def over(kept: list[int], p: list[float], tail: str) -> list[float]:
+    """One side over the kept ids, by the definition of each tail."""
+    inside = [p[v] for v in kept]
+    if tail == "renormalize":
+        return [x / sum(inside) for x in inside]
+    rest = [p[v] for v in range(len(p)) if v not in kept]
+    return inside + ([sum(rest)] if tail == "bucket" and rest else [])
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("tail", ["bucket", "renormalize", "drop"])
+@pytest.mark.parametrize("k", [1, 2, 4, VOCAB])
+@pytest.mark.parametrize("form", ["hidden", "dense"])
+def test_the_students_likeliest_ids_are_compared_on_both_sides(beta: float, tail: str, k: int, form: str):
+    if tail == "renormalize" and k == 1:
+        return
+    batch = batch_of([3, 0, 2])
+    student, teacher = hidden_scores(5, 1), hidden_scores(5, 2)
+    objective = DivergenceObjective(beta=beta, temperature=0.7, top_k=k, top_k_of="student", tail=tail)
+    sides = (student, teacher) if form == "hidden" else (dense_of(student), dense_of(teacher))
+    out = objective(*sides, batch)
+    expected = []
+    for p, q, weight in zip(rows_of(student, 0.7), rows_of(teacher, 0.7), batch.weights.tolist(), strict=True):
+        kept = sorted(range(VOCAB), key=lambda v: -p[v])[:k]
+        expected.append(weight * generalized(over(kept, p, tail), over(kept, q, tail), beta))
+    assert out.pair_loss is not None
+    assert all(near(a, b) for a, b in zip(out.pair_loss, expected, strict=True))
+    assert near(out.terms["kd"].sum, sum(expected))
+    whole = DivergenceObjective(beta=beta, temperature=0.7)(student, teacher, batch)
+    for name in whole.metrics:  # they are of the whole vocabulary, also the teacher's likeliest id
+        assert near(metric_value(out, name), metric_value(whole, name)), name
+    if k == VOCAB:
+        assert near(out.terms["kd"].sum, float(whole.terms["kd"].sum))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_the_students_top_k_passes_gradcheck_and_the_choice_has_no_gradient(beta: float):
+    student, teacher, batch = hidden_scores(3, 1, grad=True), hidden_scores(3, 2), batch_of([3])
+    objective = DivergenceObjective(beta=beta, top_k=3, top_k_of="student")
+
+    def loss(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        head = OutputHead(weight=weight, bias=student.head.bias, scale=0.7, softcap=3.0)
+        return objective(HiddenScores(hidden=hidden, head=head), teacher, batch).terms["kd"].sum
+
+    assert torch.autograd.gradcheck(loss, (student.hidden, student.head.weight))
+
+
+@pytest.mark.parametrize("tail", ["bucket", "renormalize"])
+def test_with_every_id_kept_the_students_top_k_has_the_gradient_of_the_full_divergence(tail):
+    student, teacher, batch = hidden_scores(6, 1, grad=True), hidden_scores(6, 2), batch_of([6])
+    leaves = [student.hidden, student.head.weight]
+    kept = DivergenceObjective(beta=0.4, top_k=VOCAB, top_k_of="student", tail=tail)(student, teacher, batch)
+    whole = DivergenceObjective(beta=0.4)(student, teacher, batch)
+    got, want = (torch.autograd.grad(out.terms["kd"].sum, leaves) for out in (kept, whole))
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
+def test_the_two_sides_choices_differ_and_the_bucket_keeps_either_below_the_full_divergence():
+    student, teacher, batch = hidden_scores(9, 1), hidden_scores(9, 2), batch_of([9])
+
+    def loss(**options) -> float:
+        return float(DivergenceObjective(beta=0.5, **options)(student, teacher, batch).terms["kd"].sum)
+
+    by_student, by_teacher = loss(top_k=2, top_k_of="student"), loss(top_k=2)
+    assert abs(by_student - by_teacher) > 1e-3
+    assert max(by_student, by_teacher) <= loss() + 1e-12
+
+
+@pytest.mark.parametrize("form", [lambda scores: scores, as_hidden])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_of_ids_that_the_student_finds_equally_likely_the_lower_is_kept(form: Callable, dtype: torch.dtype):
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 2.0]], dtype=dtype)
+    teacher = dense_scores([[0.1, 0.2, 0.3, 0.25, 0.15]])
+    out = DivergenceObjective(beta=0.0, top_k=2, top_k_of="student")(
+        form(DenseScores(dense=logits)), form(teacher), batch_of([1], weights=torch.ones(1), vocab=5)
+    )
+    p, q = softmax([0.0, 2.0, 1.0, 2.0, 2.0]), [0.1, 0.2, 0.3, 0.25, 0.15]
+    assert near(out.terms["kd"].sum, kl(over([1, 3], q, "bucket"), over([1, 3], p, "bucket")), rel=1e-5)
+
+
+def test_more_ids_than_there_are_is_refused_with_both_numbers():
+    for form in (lambda scores: scores, dense_of):
+        sides = form(hidden_scores(2, 1)), form(hidden_scores(2, 2))
+        for side in ("teacher", "student"):
+            with pytest.raises(ConfigError, match=f"top_k={VOCAB + 1} is more than the {VOCAB} ids"):
+                DivergenceObjective(top_k=VOCAB + 1, top_k_of=side)(*sides, batch_of([2]))
+
+
+def test_the_students_top_k_never_makes_all_logits(monkeypatch: pytest.MonkeyPatch):
+    """With 64 rows of 512 ids read 4 rows at a time, no operation makes a tensor of half the logits."""
+    monkeypatch.setattr(pair_divergences, "_CHUNK_ENTRIES", 4 * 512)
+    fused = pair_divergences.fused_linear_topk
+    monkeypatch.setattr(pair_divergences, "fused_linear_topk", lambda *a, **k: fused(*a, **k, chunk_size=4))
+    g = torch.Generator().manual_seed(0)
+    hidden, weight, other = (torch.randn(n, 4, generator=g) for n in (64, 512, 64))
+    student = HiddenScores(hidden=hidden.requires_grad_(), head=OutputHead(weight=weight.requires_grad_()))
+    teacher = HiddenScores(hidden=other, head=OutputHead(weight=weight.detach()))
+    batch = batch_of([64], vocab=512)
+    with NewMemory(hidden, weight, other) as memory:
+        out = DivergenceObjective(top_k=8, top_k_of="student")(student, teacher, batch)
+        out.terms["kd"].sum.backward()
+    assert memory.sizes
+    assert memory.larger_than(32 * 512 * 4) == 0
 
 
 # ------------------------------------------------------------------ what is refused
@@ -344,6 +462,9 @@ def test_options_that_cannot_apply_shrink_what_the_objective_accepts():
         ({"clip_limit": 1.0}, "give both"),
         ({"clip": "token", "clip_limit": 0.0}, "without gradient"),
         ({"top_k": 0}, "top_k must be"),
+        ({"top_k": 3, "top_k_of": "both"}, "'teacher' or 'student', got 'both'"),
+        ({"top_k_of": "student"}, "without top_k chooses nothing"),
+        ({"top_k": 1, "top_k_of": "student", "tail": "renormalize"}, "identically zero"),
         ({"tail": "ignore"}, "'ignore'"),
         ({"clip": "pointwise", "clip_limit": 1.0, "top_k": 3}, "every vocabulary entry"),
     ],

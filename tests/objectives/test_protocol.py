@@ -10,6 +10,7 @@ from cohobate.functional.scores import DenseScores, HiddenScores, SampledScores,
 from cohobate.objectives import (
     CrossEntropyObjective,
     DivergenceObjective,
+    ImportanceWeightedObjective,
     Objective,
     PolicyGradientObjective,
     StepObjective,
@@ -27,7 +28,9 @@ EVERY = [
     CrossEntropyObjective(),
     SumObjective({"kd": (1.0, DivergenceObjective())}),
     TokenSelectionObjective(objective=DivergenceObjective()),
+    ImportanceWeightedObjective(objective=DivergenceObjective()),
 ]
+BY_STUDENT = DivergenceObjective(top_k=4, top_k_of="student")
 
 
 @dataclass
@@ -41,6 +44,7 @@ def test_the_public_names_are_frozen():
         "CommonSupportObjective",
         "CrossEntropyObjective",
         "DivergenceObjective",
+        "ImportanceWeightedObjective",
         "Metric",
         "Objective",
         "ObjectiveOutput",
@@ -76,6 +80,9 @@ def test_a_fitting_teacher_passes(kind: type):
     [
         (DivergenceObjective(), SampledScores, "DivergenceObjective accepts .*Speaker provides SampledScores.*Policy"),
         (DivergenceObjective(top_k=4), TopKScores, "provides TopKScores.*top_k=None"),
+        (BY_STUDENT, TopKScores, "provides TopKScores: top_k_of='student' asks the teacher for the ids"),
+        (ImportanceWeightedObjective(objective=BY_STUDENT), TopKScores, "TopKScores: top_k_of='student' asks"),
+        (TokenSelectionObjective(objective=BY_STUDENT), TopKScores, "TopKScores: top_k_of='student' asks"),
         (CrossEntropyObjective(), HiddenScores, "uses no teacher, so Speaker would be run and thrown away"),
         (DivergenceObjective(), "HiddenScores", "must be a type such as HiddenScores, got 'HiddenScores'"),
     ],

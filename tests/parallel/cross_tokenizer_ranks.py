@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from cohobate.align import Chunks
 from cohobate.functional.common_support import common_support_divergence, common_support_loss_sum
 from cohobate.functional.projection import projected_kl
-from cohobate.functional.same_support import important_columns, same_support_kl
+from cohobate.functional.same_support import important_columns, same_support_divergence
 from cohobate.functional.scores import TopKScores, top_k_scores
 from cohobate.objectives.aggregate import Aggregation, dynamic_scale
 from cohobate.parallel.cross_tokenizer import vocab_parallel_common_support, vocab_parallel_projected_kl
@@ -311,7 +311,7 @@ def same_tokenizer(student: Tensor, teacher: Tensor, columns: Tensor | None, tar
     """KL to a teacher of the student's tokenizer on shared columns, a mean over the rows that predict something."""
     kept = targets != IGNORE
     of_teacher = teacher if columns is None else teacher[:, columns]
-    return same_support_kl(student[kept], of_teacher[kept], columns=columns).sum()
+    return same_support_divergence(student[kept], of_teacher[kept], columns=columns).sum()
 
 
 @dataclass(frozen=True)

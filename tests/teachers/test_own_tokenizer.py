@@ -141,7 +141,7 @@ def test_what_cannot_work_is_refused(own_batch: AlignedBatch, batch: AlignedBatc
         OwnTokenizerTeacher(Odd(), tokenizer, top_k=2)
     with pytest.raises(ConfigError, match="Put it into a LocalTeacher first"):
         OwnTokenizerTeacher(tiny.llama(3), tokenizer)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match=r"predicts 20 ids, but its tokenizer .* has 23"):
+    with pytest.raises(ConfigError, match=r"predicts 20 ids, but the tokenizer .* has 23"):
         OwnTokenizerTeacher(LocalTeacher(tiny.llama(3, vocab_size=20)), tokenizer)
     with pytest.raises(ConfigError, match="aligned for a teacher with the student's tokenizer"):
         OwnTokenizerTeacher(inner, tokenizer).score(batch)

@@ -513,7 +513,7 @@ def test_a_row_with_other_tokens_is_never_given_the_old_scores(clean: Path) -> N
             store.read(asked(replace(TEXTS[0], ids=ids)))
     longer = replace(TEXTS[0], ids=np.append(TEXTS[0].ids, 3))
     n = len(TEXTS[0].ids)
-    with pytest.raises(DataError, match=rf"the teacher read {n} of them, and reads {n + 1} now"):
+    with pytest.raises(DataError, match=rf"the teacher read {n} of them, and would read {n + 1} now"):
         store.read(asked(longer))
     with pytest.raises(DataError, match="but with other tokens"):  # of another row
         store.read(asked(replace(TEXTS[0], ids=TEXTS[1].ids)))

@@ -105,13 +105,13 @@ def test_a_store_answers_at_its_own_temperature_and_at_one(stores: dict[str, Pat
     check(StoredTeacher(stores["warm"], TOKENIZER).score(batch), scores_of(TEXTS, temperature=2.0))
     check(StoredTeacher(stores["warm"], TOKENIZER, temperature=1.0).score(batch), scores_of(TEXTS))
     for name, temperature in (("warm", 3.0), ("plain", 2.0)):
-        with pytest.raises(ConfigError, match=r"has the normalisers at . and 1\. .* --distill-temperature"):
+        with pytest.raises(ConfigError, match=r"has the normalisers at (2 and )?1\. .* --distill-temperature"):
             StoredTeacher(stores[name], TOKENIZER, temperature=temperature)
 
 
 def test_more_ids_than_the_store_has_are_refused(stores: dict[str, Path]) -> None:
     for k in (0, 8):
-        with pytest.raises(ConfigError, match=rf"top_k={k}, but the teacher store .* keeps 7 .* --top-k {k}"):
+        with pytest.raises(ConfigError, match=rf"top_k={k}, but the teacher store .* keeps 7 .* --top-k {max(1, k)}"):
             StoredTeacher(stores["plain"], TOKENIZER, top_k=k)
 
 
@@ -130,9 +130,9 @@ def test_a_changed_row_is_an_error_and_not_another_rows_scores(stores: dict[str,
 
 def test_rows_that_are_missing_can_be_found_before_the_first_step(stores: dict[str, Path]) -> None:
     teacher = StoredTeacher(stores["plain"], TOKENIZER)
-    teacher.check_rows(text.sample_id for text in TEXTS)
-    with pytest.raises(DataError, match=r"2 rows are not in the teacher store .*, the first is 'x'"):
-        teacher.check_rows(["row 3", "x", "y"])
+    teacher.check_batch(text_batch(TEXTS))
+    with pytest.raises(DataError, match=r"row 'x' is not in the teacher store .*NEW_FOLDER"):
+        teacher.check_batch(replace(text_batch(TEXTS[:3]), sample_ids=("row 0", "x", "y")))
 
 
 @pytest.mark.parametrize(

@@ -222,3 +222,108 @@ def test_what_is_left_out_is_logged_as_shares() -> None:
     same = MetricSums()
     add_alignment_metrics(same, [made().read(rolled([1, 2])).batch([0, 1])])
     assert same.reduce() == {}
+
+
+# ------------------------------------------------------------------ rows that are routed
+
+BY_ANSWER = (0, 1, 2, 1, 0, 2)  # of six rows the teacher that reads each
+THREE = (OWN, None, TeacherText(tokenizer=TEACHER))
+
+
+class Routes:
+    """By a row's number, which is what its column `number` holds."""
+
+    def __init__(self, by_number: Sequence[int]) -> None:
+        self.by_number = by_number
+
+    def __call__(self, row: Any, sample_id: str) -> int:
+        return self.by_number[int(row["prompt"].partition("+")[0])]
+
+    def check(self, rows: Sequence[tuple[str, Any]]) -> None:
+        for sample_id, row in rows:
+            self(row, sample_id)
+
+
+def routed(by_number: Sequence[int] = BY_ANSWER, *, privileged: PrivilegedConfig | None = None) -> Aligner:
+    teacher = Says(*THREE)
+    teacher.routing = Routes(by_number)  # pyright: ignore[reportAttributeAccessIssue]
+    return aligner_of(teacher, STUDENT, privileged=privileged, eos_token_ids=[EOS], pad_token_id=0)
+
+
+@pytest.mark.parametrize("rows", [(0, 1, 2, 3, 4, 5), (0, 4), (1, 2), (5, 3, 1), (2,), (5, 1, 0)])
+@pytest.mark.parametrize("order", [range(6), (3, 1, 5, 0, 2, 4)])
+def test_a_teacher_reads_of_its_rows_what_it_reads_without_routes_and_nothing_of_others(
+    rows: tuple[int, ...], order: Sequence[int]
+) -> None:
+    whole = by_row(made(*THREE).read(rolled()).batch(range(6)))
+    batch = routed().read(rolled(order)).batch(rows)
+    for i, side in enumerate(batch.teachers):
+        assert side.rows == tuple(b for b, r in enumerate(rows) if BY_ANSWER[order[r]] == i)
+        alone = batch.for_teacher(i)
+        if not side.rows:
+            assert side.model_inputs["input_ids"].shape == (1, 1)  # a pass that may be a collective takes place
+            assert (alone.num_pairs, alone.num_rows, alone.sample_ids) == (0, 1, ("",))
+            continue
+        assert side.model_inputs["input_ids"].shape[0] == len(side.rows)
+        assert side.model_inputs["attention_mask"].any(0).all()  # no column of padding alone
+        found = by_row(alone)
+        assert found == {name: (student, [sides[i]]) for name, (student, sides) in whole.items() if name in found}
+        names = {batch.sample_ids[r] for r in side.rows}
+        assert set(found) == names
+        ids = side.model_inputs["input_ids"].flatten()
+        assert torch.equal(ids[side.pair_index + 1], side.target_ids)
+        (own,) = alone.teachers
+        assert [batch.sample_ids[r] for r in side.row.tolist()] == [alone.sample_ids[r] for r in own.row.tolist()]
+
+
+def test_chunks_of_a_routed_side_are_numbered_through_the_students_pairs_of_all_rows() -> None:
+    batch = routed().read(rolled()).batch(range(6))
+    for side in (batch.teachers[0], batch.teachers[2]):
+        assert side.chunks is not None
+        assert len(side.chunks)
+        for a, b, c, d in side.chunks:
+            row = int(batch.row[a])
+            assert row in (side.rows or ())
+            assert set(batch.row[a:b].tolist()) == set(side.row[c:d].tolist()) == {row}
+            ours, theirs = STUDENT.decode(batch.target_ids[a:b]), TEACHER.decode(side.target_ids[c:d])
+            assert ours == theirs or (ours, theirs) == ("<eos>", "<end>")
+
+
+def test_a_row_has_no_length_for_a_teacher_that_does_not_read_it() -> None:
+    whole, found = made(*THREE).read(rolled()).lengths, routed().read(rolled()).lengths
+    for row, (some, all_sides) in enumerate(zip(found, whole, strict=True)):
+        sides = [length if i == BY_ANSWER[row] else 0 for i, length in enumerate(all_sides[1:])]
+        assert list(some) == [all_sides[0], *sides]
+
+
+def test_a_privileged_context_is_written_for_the_teacher_of_the_row_alone() -> None:
+    seen: list[str] = []
+
+    def feedback(row: Any, view: CompletionView | None) -> str:
+        seen.append(row["prompt"])
+        return "a"
+
+    privileged = PrivilegedConfig(source=feedback, template="{privileged}{question}")
+    routed(privileged=privileged).read(rolled())
+    assert sorted(seen) == sorted(row["prompt"] for row in ROWS)
+
+
+def test_a_rank_without_rows_has_none_for_any_teacher() -> None:
+    batch = routed().without_pairs(0)
+    assert [side.rows for side in batch.teachers] == [(), (), ()]
+
+
+def test_rows_without_a_teacher_are_refused_before_training() -> None:
+    with pytest.raises(IndexError):  # what `Routing` raises is said in its own tests
+        routed((0, 1)).check(prompts())
+
+
+def test_what_is_left_out_is_counted_in_the_rows_that_a_teacher_reads() -> None:
+    batch = routed().read(rolled([0, 1, 4, 5])).batch(range(4))  # rows 0 and 4 are teacher 0's, 5 is teacher 2's
+    sums = MetricSums()
+    add_alignment_metrics(sums, [batch, routed().without_pairs(0)])
+    found = sums.reduce()
+    read = sum(int((batch.row == r).sum()) for r in (0, 2, 3))
+    inside = sum(b - a for i in (0, 2) for a, b, _, _ in batch.teachers[i].chunks or ())
+    assert found["align/unaligned_student_share"] == pytest.approx(1 - inside / read)
+    assert found["align/rows_without_chunk"] == 0.0

@@ -49,29 +49,45 @@ class TeacherTokens:
 
 
 def with_teachers(
-    batch: AlignedBatch, read: Sequence[Sequence[TeacherTokens] | None], *, pad_token_ids: Sequence[int]
+    batch: AlignedBatch,
+    read: Sequence[Sequence[TeacherTokens] | None],
+    *,
+    pad_token_ids: Sequence[int],
+    rows_of: Sequence[Sequence[int]] | None = None,
 ) -> AlignedBatch:
     """`batch` with one `TeacherSide` for each teacher, in order.
 
     Args:
         batch: the rows as a teacher with the student's tokenizer would read them.
-        read: for each teacher what it reads of the B rows, or None if it has the student's tokenizer.
+        read: for each teacher what it reads of its rows, or None if it has the student's tokenizer.
         pad_token_ids: of each teacher; what stands there is masked.
+        rows_of: for each teacher its rows in [0, B), ascending; None: all rows are every teacher's.
     """
     counts = torch.bincount(batch.row, minlength=batch.num_rows).tolist()
-    sides = tuple(
-        _same_tokenizer_side(batch) if rows is None else teacher_side(rows, counts, pad, batch.target_ids.device)
-        for rows, pad in zip(read, pad_token_ids, strict=True)
-    )
-    return replace(batch, teacher=sides[0], teachers=sides)
+    sides = []
+    for i, (rows, pad) in enumerate(zip(read, pad_token_ids, strict=True)):
+        places = None if rows_of is None else tuple(rows_of[i])
+        if places == ():
+            side = empty_side(pad, same_tokenizer=rows is None, device=batch.target_ids.device, rows=())
+        elif rows is None:
+            side = _same_tokenizer_side(batch, places)
+        else:
+            side = teacher_side(rows, counts, pad, batch.target_ids.device, places)
+        sides.append(side)
+    return replace(batch, teacher=sides[0], teachers=tuple(sides))
 
 
 def teacher_side(
-    rows: Sequence[TeacherTokens], num_student_pairs: Sequence[int], pad_token_id: int, device: torch.device
+    rows: Sequence[TeacherTokens],
+    num_student_pairs: Sequence[int],
+    pad_token_id: int,
+    device: torch.device,
+    places: tuple[int, ...] | None = None,
 ) -> TeacherSide:
     """The rows right-padded, all of their M predictions, and the chunks over these and the student's pairs.
 
-    `num_student_pairs [B]` are the tokens of each row's completion on the student's side.
+    `num_student_pairs [B]` are the tokens of each row's completion on the student's side. `places`: which of the B
+    rows these are, ascending; None: all.
     """
     width = max((len(row.ids) for row in rows), default=1)
     ids = torch.full((len(rows), width), pad_token_id, dtype=torch.int64)
@@ -85,30 +101,46 @@ def teacher_side(
     mask = (column < length).long()
     target = torch.nonzero(((column >= prompt) & (column < length)).flatten())[:, 0]  # [M] in order of rows
     num_pairs = [len(row.ids) - row.num_prompt for row in rows]
+    row_of = torch.arange(len(rows)) if places is None else torch.tensor(places, dtype=torch.int64)
+    before = _starts(num_student_pairs)
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": torch.where(mask != 0, column, 0)}
     return TeacherSide(
         model_inputs={name: value.to(device) for name, value in inputs.items()},
         pair_index=(target - 1).to(device),
         target_ids=ids.flatten()[target].to(device),
-        row=(target // width).to(device),
-        chunks=_joined([row.chunks for row in rows], num_student_pairs, num_pairs),
+        row=row_of[target // width].to(device),
+        chunks=_joined([row.chunks for row in rows], [before[r] for r in row_of.tolist()], _starts(num_pairs)),
+        rows=places,
     )
 
 
-def empty_side(token_id: int, *, same_tokenizer: bool) -> TeacherSide:
-    """One row of one token, and nothing to predict: what a rank without rows runs."""
-    one, none = torch.ones((1, 1), dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+def empty_side(
+    token_id: int,
+    *,
+    same_tokenizer: bool,
+    device: torch.device | None = None,
+    rows: tuple[int, ...] | None = None,
+) -> TeacherSide:
+    """One row of one token, and nothing to predict: what a rank without rows runs, and a teacher without any.
+
+    `rows`: `()` beside teachers that rows are routed to.
+    """
+    one = torch.ones((1, 1), dtype=torch.int64, device=device)
+    none = torch.zeros(0, dtype=torch.int64, device=device)
     return TeacherSide(
         model_inputs={"input_ids": one * token_id, "attention_mask": one, "position_ids": one * 0},
         pair_index=none,
         target_ids=none,
         row=none,
         chunks=None if same_tokenizer else no_chunks(),
+        rows=rows,
     )
 
 
-def unaligned(batch: AlignedBatch) -> list[tuple[Tensor, Tensor]]:
-    """For each teacher with its own tokenizer `[B]` student pairs that are in none of its chunks, and `[B]` chunks."""
+def unaligned(batch: AlignedBatch) -> list[tuple[Tensor, ...]]:
+    """Of each teacher with its own tokenizer: the rows that it reads; and of each its student pairs, how many of them
+    are in no chunk, and its chunks. Four tensors of one length.
+    """
     pairs = torch.bincount(batch.row, minlength=batch.num_rows)
     found = []
     for side in batch.teachers:
@@ -117,25 +149,47 @@ def unaligned(batch: AlignedBatch) -> list[tuple[Tensor, Tensor]]:
             length = torch.from_numpy(side.chunks.student_end).to(start) - start
             row = batch.row[start]
             inside = torch.zeros_like(pairs).index_add_(0, row, length)
-            found.append((pairs - inside, torch.bincount(row, minlength=batch.num_rows)))
+            rows = torch.arange(batch.num_rows) if side.rows is None else torch.tensor(side.rows, dtype=torch.int64)
+            of_rows = (pairs, pairs - inside, torch.bincount(row, minlength=batch.num_rows))
+            found.append((rows, *(values[rows.to(values.device)] for values in of_rows)))
     return found
 
 
-def _same_tokenizer_side(batch: AlignedBatch) -> TeacherSide:
-    return TeacherSide(
+def _same_tokenizer_side(batch: AlignedBatch, places: tuple[int, ...] | None) -> TeacherSide:
+    whole = TeacherSide(
         model_inputs=batch.teacher.model_inputs,
         pair_index=batch.teacher.pair_index,
         target_ids=batch.target_ids,
         row=batch.row,
     )
+    if places is None:
+        return whole
+    pairs = batch.pairs_read_by(replace(whole, rows=places))
+    columns = whole.model_inputs["attention_mask"].shape[1]
+    used = (whole.model_inputs["attention_mask"][list(places)] != 0).any(0).nonzero()[:, 0].tolist()
+    width = used[-1] + 1 if used else 1  # rows are padded on the right
+    new_row = torch.zeros(batch.num_rows, dtype=torch.int64)
+    new_row[list(places)] = torch.arange(len(places))
+    row = whole.row[pairs]
+    return TeacherSide(
+        model_inputs={name: value[list(places), :width] for name, value in whole.model_inputs.items()},
+        pair_index=new_row.to(row.device)[row] * width + whole.pair_index[pairs] % columns,
+        target_ids=whole.target_ids[pairs],
+        row=row,
+        rows=places,
+    )
 
 
-def _joined(parts: Sequence[Chunks], num_student: Sequence[int], num_teacher: Sequence[int]) -> Chunks:
-    """All chunks over predictions that are numbered through the rows."""
+def _starts(counts: Sequence[int]) -> list[int]:
+    """How many stand before each."""
+    return [0, *np.cumsum(counts[:-1], dtype=np.int64).tolist()] if counts else []
+
+
+def _joined(parts: Sequence[Chunks], before_student: Sequence[int], before_teacher: Sequence[int]) -> Chunks:
+    """All chunks over predictions that are numbered through the rows, each row's from its first number on."""
     joined = {}
     for field in fields(Chunks):
-        counts = num_student if field.name.startswith("student") else num_teacher
-        before = np.concatenate([[0], np.cumsum(counts[:-1], dtype=np.int64)]) if counts else []
+        before = before_student if field.name.startswith("student") else before_teacher
         shifted = [getattr(part, field.name) + start for part, start in zip(parts, before, strict=True)]
         joined[field.name] = np.concatenate([np.empty(0, np.int32), *shifted]).astype(np.int32)
     return Chunks(**joined)

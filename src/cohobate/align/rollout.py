@@ -10,6 +10,7 @@ aligned pairs.
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -117,11 +118,15 @@ class TeacherSide(AlignedSide):
 
     A prediction is counted by what it predicts: chunk `(s0, s1, t0, t1)` says that the tokens which student pairs
     `s0 .. s1 - 1` and teacher pairs `t0 .. t1 - 1` predict spell the same bytes. Chunks never span two rows.
+
+    A teacher that only some rows are routed to reads these alone: `model_inputs` has no place for the others. Without
+    any it has one row of one token, so that its forward pass, which may be a collective, takes place.
     """
 
     target_ids: Tensor  # [M] int64: the teacher's own tokens
     row: Tensor  # [M] int64 in [0, B), non-decreasing
-    chunks: Chunks | None = None  # [C] over both sides' pairs; None: one tokenizer, so M = N, pair by pair
+    chunks: Chunks | None = None  # [C] over both sides' pairs; None: one tokenizer, so pair by pair
+    rows: tuple[int, ...] | None = None  # the batch's rows that it reads, ascending; None: all of them
 
     def __post_init__(self) -> None:
         check_shapes(
@@ -168,15 +173,48 @@ class AlignedBatch:
                 f"{len(self.sample_ids)} names."
             )
         for i, side in enumerate(self.teachers):
-            if side.chunks is None and side.pair_index.shape != self.target_ids.shape:
+            if side.chunks is None and side.pair_index.shape != (wanted := self.pairs_read_by(side)).shape:
                 raise ValueError(
                     f"AlignedBatch.teachers[{i}] has no chunks, so each of its predictions belongs to one of the "
-                    f"student's, but it has {side.pair_index.shape[0]} and the student {self.num_pairs}."
+                    f"student's, but it has {side.pair_index.shape[0]} and the student {len(wanted)}"
+                    f"{'' if side.rows is None else f' in rows {list(side.rows)}'}."
                 )
 
+    def pairs_read_by(self, side: TeacherSide) -> Tensor:
+        """`[n]` int64, ascending: the student's pairs in the rows that a side reads."""
+        if side.rows is None:
+            return torch.arange(self.num_pairs, device=self.row.device)
+        rows = torch.tensor(side.rows, dtype=self.row.dtype, device=self.row.device)
+        return torch.isin(self.row, rows).nonzero()[:, 0]
+
     def for_teacher(self, i: int) -> "AlignedBatch":
-        """The batch as teacher `i` of several is to score it."""
-        return replace(self, teacher=self.teachers[i])
+        """The batch as teacher `i` of several is to score it: without the rows that it does not read."""
+        side = self.teachers[i]
+        return replace(self, teacher=side) if side.rows is None else self._alone(side)
+
+    def _alone(self, side: TeacherSide) -> "AlignedBatch":
+        """The rows that one side reads, in its numbers; one row without a name where it reads none."""
+        rows, pairs = side.rows or (), self.pairs_read_by(side)
+        place = torch.zeros(self.num_rows + 1, dtype=self.row.dtype)
+        place[list(rows)] = torch.arange(len(rows), dtype=self.row.dtype)
+        place = place.to(self.row.device)
+        own = replace(side, row=place[side.row], rows=None)
+        if side.chunks is not None:
+            before = np.searchsorted(pairs.cpu().numpy(), [side.chunks.student_start, side.chunks.student_end])
+            start, end = before.astype(np.int32)
+            own = replace(own, chunks=replace(side.chunks, student_start=start, student_end=end))
+        return replace(
+            self,
+            student=replace(self.student, pair_index=self.student.pair_index[pairs]),
+            teacher=own,
+            teachers=(own,),
+            target_ids=self.target_ids[pairs],
+            weights=self.weights[pairs],
+            row=place[self.row[pairs]],
+            is_sampled=self.is_sampled[list(rows)] if rows else self.is_sampled.new_zeros(1),
+            sample_ids=tuple(self.sample_ids[r] for r in rows) or ("",),
+            sampler_logprobs=None if self.sampler_logprobs is None else self.sampler_logprobs[pairs],
+        )
 
     @property
     def num_pairs(self) -> int:

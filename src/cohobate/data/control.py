@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from cohobate.errors import ConfigError, DataError
+from cohobate.vocab.tokens import describe
 
 _STRETCH = "\0"  # the matcher's one ordinary token: any stretch of text between control tokens
 
@@ -42,7 +43,7 @@ class ControlTokens:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ConfigError(
-                f"{type(tokenizer).__name__} is no fast tokenizer (it has no `backend_tokenizer`), so control tokens "
+                f"{describe(tokenizer)} is no fast tokenizer (it has no `backend_tokenizer`), so control tokens "
                 "in typed text could not be neutralised. Load the fast one: AutoTokenizer.from_pretrained(...)."
             )
         self._tokenizer, self._backend = tokenizer, backend

@@ -41,7 +41,7 @@ def final_answer_match(row: Mapping[str, Any], completion_text: str) -> float:
     says what counts as a final answer.
     """
     wanted = expected_answer(row)
-    said = final_answer(completion_text, numeric=_as_number(wanted) is not None)
+    said = read_answer(row, completion_text)
     if said is None:
         return 0.0
     number, wanted_number = _as_number(said), _as_number(wanted)
@@ -72,7 +72,7 @@ def reasoning_gym_grader(row: Mapping[str, Any], completion_text: str) -> float:
 
     Partial marks count as 0: several tasks give 0.01 to any answer, and a mean of such marks is no accuracy.
     """
-    said = final_answer(completion_text, numeric=_as_number(expected_answer(row)) is not None)
+    said = read_answer(row, completion_text)
     # A full stop may end the sentence around the answer, or belong to an answer that is a sentence.
     return float(said is not None and any(score_reasoning_gym(row, s) >= 1.0 for s in {said, said.removesuffix(".")}))
 
@@ -89,6 +89,11 @@ def final_answer(text: str, *, numeric: bool) -> str | None:
         if found is not None and (not numeric or _NUMBER.search(_clause(found))):
             return _last_number(_clause(found)) if numeric else found.strip()
     return _last_number(text) if numeric else text.strip() or None
+
+
+def read_answer(row: Mapping[str, Any], completion_text: str) -> str | None:
+    """`final_answer` of a completion: a number where the column `answer` is one, text where it is not."""
+    return final_answer(completion_text, numeric=_as_number(expected_answer(row)) is not None)
 
 
 def expected_answer(row: Mapping[str, Any]) -> str:

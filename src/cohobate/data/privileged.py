@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cohobate.data.lessons import Lesson, LessonConfig
 from cohobate.data.prompts import PromptRow, PromptSource, render_source
 from cohobate.data.rendering import Renderer, check_template_args
 from cohobate.data.rows import is_conversation, read_conversation, with_system
@@ -31,6 +32,7 @@ class CompletionView:
 
     ids: tuple[int, ...]
     text: str
+    lesson: Lesson | None = None  # what is shown of its group, in a run with `PrivilegedConfig.lessons`
 
 
 ContextCallable = Callable[[Mapping[str, Any], CompletionView | None], Sequence[Mapping[str, Any]] | str | None]
@@ -42,6 +44,7 @@ class PrivilegedConfig:
     """The teacher's side of a prompt. None: as on the student's side."""
 
     source: str | ContextCallable | None = None  # a column of the row, or a callable
+    lessons: LessonConfig | None = None  # instead of a source: what the group of each completion teaches
     template: str = DEFAULT_TEMPLATE  # the teacher's last user turn: {question}, {privileged}, and any column
     system_prompt: str | None = None  # replaces the student's; "" drops it
     template_args: Mapping[str, Any] | None = None  # replaces the student's
@@ -55,7 +58,23 @@ class PrivilegedConfig:
                 f"the privileged template {self.template!r} does not contain {{privileged}}, so the teacher would not "
                 f"see the column {self.source!r}."
             )
+        if self.lessons is not None:
+            self._check_with_lessons()
         check_template_args(self.template_args)
+
+    def _check_with_lessons(self) -> None:
+        if self.source is not None:
+            raise ConfigError(
+                "source and lessons each say what the teacher sees more; set one of them. A template of lessons may "
+                "ask for any column."
+            )
+        if self.template != DEFAULT_TEMPLATE:
+            raise ConfigError("the template of lessons is their own: set lessons.template, and leave template out.")
+        if self.allow_control_tokens:
+            raise ConfigError(
+                "allow_control_tokens would let a completion that spells control tokens write turns of the teacher's "
+                "conversation. Leave it out beside lessons."
+            )
 
 
 class PrivilegedContext:
@@ -104,6 +123,8 @@ class PrivilegedContext:
         return ids
 
     def _privileged(self, row: Mapping[str, Any], completion: CompletionView | None) -> Any:
+        if self.config.lessons is not None:
+            return _lesson_of(completion)
         source = self.config.source
         if source is None:
             return None
@@ -125,7 +146,9 @@ class PrivilegedContext:
                 "and `completion`."
             )
         config = self.config
-        if is_conversation(value):
+        if isinstance(value, Lesson):
+            prompt = self._filled(prompt_row, student.prompt, value)
+        elif is_conversation(value):
             prompt = read_conversation(value, "the privileged context")
             if prompt[-1]["role"] in ("assistant", "model"):
                 raise DataError("the teacher's messages end with the assistant's turn; they must end with a question.")
@@ -144,31 +167,46 @@ class PrivilegedContext:
         args = student.template_args if config.template_args is None else config.template_args
         return replace(student, prompt=messages, template_args=args)
 
-    def _filled(self, prompt_row: PromptRow, prompt: Any, privileged: str) -> Any:
+    def _filled(self, prompt_row: PromptRow, prompt: Any, shown: str | Lesson) -> Any:
         """The student's prompt with its question replaced by the template around it."""
         if isinstance(prompt, str):
-            return self._fill(prompt_row.row, prompt, privileged)
+            return self._fill(prompt_row.row, prompt, shown)
         last = max((i for i, message in enumerate(prompt) if message["role"] == "user"), default=None)
         if last is None:
             raise DataError("the conversation has no user's turn in which the privileged context could be shown.")
         question = _as_text(prompt[last].get("content"))
-        asked = {**prompt[last], "content": self._fill(prompt_row.row, question, privileged)}
+        asked = {**prompt[last], "content": self._fill(prompt_row.row, question, shown)}
         return (*prompt[:last], asked, *prompt[last + 1 :])
 
-    def _fill(self, row: Mapping[str, Any], question: str, privileged: str) -> str:
-        values = {"question": question, "privileged": privileged}
+    def _fill(self, row: Mapping[str, Any], question: str, shown: str | Lesson) -> str:
+        own = ("demonstration", "feedback") if isinstance(shown, Lesson) else ("privileged",)
 
-        def value_of(match: re.Match[str]) -> str:
-            name = match[1]
-            if name not in values and row.get(name) is None:
-                names = [*values, *map(str, row)]
+        def value_of(name: str) -> str:
+            if name == "question":
+                return question
+            if row.get(name) is None:
+                names = ["question", *own]
                 raise DataError(
                     f"the privileged template asks for {{{name}}}, which is neither a column of the row nor one of "
-                    f"{{question}}, {{privileged}}.{did_you_mean(name, names)}"
+                    f"{', '.join(f'{{{n}}}' for n in names)}.{did_you_mean(name, [*names, *map(str, row)])}"
                 )
-            return values[name] if name in values else _as_text(row[name])
+            return _as_text(row[name])
 
-        return _PLACEHOLDER.sub(value_of, self.config.template)
+        if isinstance(shown, Lesson):
+            assert self.config.lessons is not None
+            return self.config.lessons.fill(shown, value_of)
+        template = self.config.template
+        return _PLACEHOLDER.sub(lambda match: shown if match[1] == "privileged" else value_of(match[1]), template)
+
+
+def _lesson_of(completion: CompletionView | None) -> Lesson | None:
+    """The lesson, or None for an empty one."""
+    if completion is None or completion.lesson is None:
+        raise ConfigError(
+            "privileged.lessons are made of a group of completions that the student samples; here there is none. They "
+            "serve training alone: recorded completions cannot be scored with them."
+        )
+    return None if completion.lesson.is_empty else completion.lesson
 
 
 def _as_text(value: Any) -> str:

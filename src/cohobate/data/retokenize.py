@@ -106,7 +106,8 @@ class TeacherReader:
     @property
     def reads_completion(self) -> bool:
         """Whether the prompt depends on what the student answered."""
-        return callable(self._context.config.source)
+        config = self._context.config
+        return callable(config.source) or config.lessons is not None
 
     @property
     def pad_token_id(self) -> int:

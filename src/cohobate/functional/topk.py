@@ -12,9 +12,13 @@ import torch
 from torch import Tensor
 
 from cohobate.functional.divergences import check_beta, divergence
-from cohobate.functional.logprobs import check_temperature, upcast_pair
+from cohobate.functional.kernels import kernels_for
+from cohobate.functional.logprobs import check_temperature, upcast, upcast_pair
+from cohobate.functional.moments import side_moments
 
 Tail = Literal["bucket", "renormalize", "drop"]
+TopKOf = Literal["teacher", "student"]
+"""Whose k likeliest ids a divergence over k ids is taken over."""
 
 
 def topk_divergence(
@@ -82,6 +86,18 @@ def bucketed_view(scaled: Tensor, ids: Tensor, teacher_logprobs: Tensor) -> tupl
     """`bucketed` of the student's tempered logits (or log-probabilities) `scaled [N, V]`."""
     covers_all = ids.shape[-1] == scaled.shape[-1]
     return bucketed(scaled.gather(-1, ids), None if covers_all else _logsumexp_of_rest(scaled, ids), teacher_logprobs)
+
+
+def logprobs_at(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """True log-probabilities in nats of `ids [N, K]` under `logits [N, V]` at `temperature`: `-> [N, K]`, detached.
+
+    The normaliser is that of the whole vocabulary. Whoever knows all logits can answer for ids that another side
+    chose; a teacher that tells its own K likeliest cannot.
+    """
+    check_temperature(temperature)
+    logits = logits.detach()
+    normalizer = side_moments(*kernels_for(logits).side_sums(logits, 1 / temperature))[0]  # [N]
+    return upcast(logits.gather(-1, ids)) / temperature - normalizer[:, None]
 
 
 def log_tail_mass(logprobs: Tensor) -> Tensor:

@@ -4,6 +4,7 @@
 from cohobate.objectives.cross_entropy import CE_TOKENS, CrossEntropyObjective
 from cohobate.objectives.cross_tokenizer import CommonSupportObjective, ProjectedObjective
 from cohobate.objectives.divergence import DivergenceObjective
+from cohobate.objectives.importance import ImportanceWeightedObjective
 from cohobate.objectives.policy_gradient import PolicyGradientObjective
 from cohobate.objectives.protocol import (
     PAIRS,
@@ -25,6 +26,7 @@ __all__ = [
     "CommonSupportObjective",
     "CrossEntropyObjective",
     "DivergenceObjective",
+    "ImportanceWeightedObjective",
     "Metric",
     "Objective",
     "ObjectiveOutput",

@@ -4,9 +4,13 @@
     loss = scale * sum_i w_i KD_i + CE                 dynamic: scale = |CE| / |KD|, a constant to the gradient
     loss = kd_weight * sum_i w_i KD_i + ce_weight * CE fixed
 
-Each KD_i is divided by its own count, each value is *complete* before anything nonlinear is done with it: summed over
-all ranks of the group that is passed in, and over everything that a ratio is to speak of. A ratio of one rank's shares
-is wrong by the number of ranks, and each rank would have another one.
+Where every teacher reads every row, each KD_i is divided by its own count: it is that teacher's mean. Where each row
+is routed to one teacher, all KD_i are divided by the count of all of them, so that every token counts once, however
+many rows each teacher answers: with two teachers that are one, the loss is that of this one.
+
+Each value is *complete* before anything nonlinear is done with it: summed over all ranks of the group that is passed
+in, and over everything that a ratio is to speak of. A ratio of one rank's shares is wrong by the number of ranks, and
+each rank would have another one.
 
 Which group that is, is the caller's to say; nothing here remembers one. Every rank must reach every call, also a rank
 without a row. What a divergence is, is not known here.
@@ -28,6 +32,7 @@ TeacherMetric = Literal["ce", "entropy", "max_prob"]
 DynamicScaling = Literal["previous_step", "call", "off"]
 
 CE = "ce"
+CHUNKS = "chunks"  # of all teachers together
 
 
 def kd_term(teacher: int) -> str:
@@ -40,9 +45,17 @@ def chunk_count(teacher: int) -> str:
     return f"chunks/{teacher}"
 
 
-def count_of(term: str) -> str:
-    """The name of the count that a term is divided by."""
-    return CE_TOKENS if term == CE else term.replace("kd/", "chunks/")
+def count_of(term: str, *, routed: bool = False) -> str:
+    """The name of the count that a term is divided by; `routed`: each row is one teacher's."""
+    if term == CE:
+        return CE_TOKENS
+    return CHUNKS if routed else term.replace("kd/", "chunks/")
+
+
+def term_counts(ce_tokens: float, chunks: Sequence[float], *, routed: bool = False) -> dict[str, float]:
+    """The counts of all terms by their names, from those of each teacher."""
+    of_teachers = {CHUNKS: sum(chunks)} if routed else {chunk_count(i): number for i, number in enumerate(chunks)}
+    return {CE_TOKENS: ce_tokens, **of_teachers}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +71,7 @@ class Aggregation:
     kd_weight: float = 1.0
     ce_weight: float = 0.1
     dynamic_scaling: DynamicScaling = "previous_step"
+    routed: bool = False  # each row is read by one teacher, so no two can be held against each other
 
     def __post_init__(self) -> None:
         for name, value, valid in (
@@ -80,7 +94,18 @@ class Aggregation:
                         f"{name} weighs the terms of kd_mode='sum' and means nothing with kd_mode={self.kd_mode!r}. "
                         "Leave one of them out."
                     )
+        if self.routed:
+            self._check_routed()
         self._check_scaling()
+
+    def _check_routed(self) -> None:
+        for name, usual in (("kd_mode", "sum"), ("sum_weights_metric", None)):
+            if getattr(self, name) != usual:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} compares what several teachers say of the same rows, but with "
+                    f"routing each row is read by one teacher alone. Leave {name} out, or leave route_by and routes "
+                    "out, so that every teacher reads every row."
+                )
 
     def _check_weights(self) -> None:
         given = self.weights
@@ -148,23 +173,29 @@ def dynamic_scale(kd: float, ce: float) -> float:
 
 
 def complete_values(
-    sums: Mapping[str, Tensor | float], counts: Mapping[str, float], *, world: World | None = None
+    sums: Mapping[str, Tensor | float],
+    counts: Mapping[str, float],
+    *,
+    routed: bool = False,
+    world: World | None = None,
 ) -> tuple[float, float]:
     """KD and CE of all ranks, each term divided by its count. One collective, which every rank of `world` must reach.
 
     Args:
         sums: this rank's share of each term, `kd/0`, `kd/1`, ..., `ce`: they add up over the group. A rank that
             evaluated what others evaluated too gives its part of it.
-        counts: `chunks/0`, ..., `ce_tokens`, of all ranks already.
+        counts: `chunks/0`, ..., `ce_tokens`, of all ranks already; with `routed` `chunks` and `ce_tokens`.
     """
-    return joined_values(all_reduce_sum(sums, world=world), counts)
+    return joined_values(all_reduce_sum(sums, world=world), counts, routed=routed)
 
 
-def joined_values(sums: Mapping[str, float], counts: Mapping[str, float]) -> tuple[float, float]:
+def joined_values(
+    sums: Mapping[str, float], counts: Mapping[str, float], *, routed: bool = False
+) -> tuple[float, float]:
     """KD and CE from the sums of all ranks; a term without a count is 0."""
 
     def mean(term: str) -> float:
-        count = counts[count_of(term)]
+        count = counts[count_of(term, routed=routed)]
         return sums[term] / count if count else 0.0
 
     return sum(mean(term) for term in sums if term != CE), mean(CE)

@@ -35,6 +35,8 @@ class TeacherText:
     target_ids: Tensor  # [M]
     row: Tensor  # [M] in [0, B)
     chunks: Chunks | None  # [C]; None: pair by pair
+    pairs: Tensor  # [M] (without chunks) the student's pair that each prediction is of, ascending; else those it reads
+    rows: tuple[int, ...] | None = None  # of the batch, that were routed to it; None: it reads all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,7 @@ class Compared:
     end: Ints  # [U] one past its last
     weights: Tensor  # [U] of `batch.weights`: the least of the run's pairs
     mismatched: NDArray[np.bool_]  # [U] not one token on both sides
-    chunks: Chunks | None  # [U] with the teacher's runs; None: the student's runs are the teacher's
+    chunks: Chunks | None  # [U] with the teacher's runs; None: the teacher's are its `rows`, one for each pair
     rows: Tensor  # [R] rows of the teacher that are compared
     spoken: Tensor  # [P] rows of the teacher in texts that take part, compared or not
 
@@ -73,14 +75,16 @@ class Artefact:
     command: str
 
 
-def teacher_text(batch: AlignedBatch, teacher: int, *, own_tokenizer: bool) -> TeacherText:
+def teacher_text(batch: AlignedBatch, teacher: int, *, own_tokenizer: bool, routed: bool = False) -> TeacherText:
     """What `batch` holds for one teacher.
 
     Raises:
-        ValueError: nothing, or something for a teacher of the other kind.
+        ValueError: nothing, or something for a teacher of the other kind; rows that are routed and should not be, or
+            the reverse.
     """
-    if not batch.teachers and not own_tokenizer:
-        return TeacherText(teacher=teacher, target_ids=batch.target_ids, row=batch.row, chunks=None)
+    if not batch.teachers and not own_tokenizer and not routed:
+        every = torch.arange(batch.num_pairs, device=batch.row.device)
+        return TeacherText(teacher=teacher, target_ids=batch.target_ids, row=batch.row, chunks=None, pairs=every)
     if teacher >= len(batch.teachers):
         raise ValueError(
             f"the objective compares with teachers[{teacher}], but the batch was aligned for {len(batch.teachers)} "
@@ -93,7 +97,19 @@ def teacher_text(batch: AlignedBatch, teacher: int, *, own_tokenizer: bool) -> T
             f"the objective takes teachers[{teacher}] for one with {kinds[own_tokenizer]}, the batch for one with "
             f"{kinds[not own_tokenizer]}: align again, or change the objective's part."
         )
-    return TeacherText(teacher=teacher, target_ids=side.target_ids, row=side.row, chunks=side.chunks)
+    if routed != (side.rows is not None):
+        raise ValueError(
+            f"the batch was aligned {'without' if routed else 'with'} routes of its rows to single teachers, but the "
+            f"objective was made with routed={routed}: make it with routed={not routed}."
+        )
+    return TeacherText(
+        teacher=teacher,
+        target_ids=side.target_ids,
+        row=side.row,
+        chunks=side.chunks,
+        pairs=batch.pairs_read_by(side),
+        rows=side.rows,
+    )
 
 
 def whole_chunks(chunks: Chunks) -> NDArray[np.bool_]:
@@ -107,13 +123,14 @@ def compared(batch: AlignedBatch, text: TeacherText, counted: NDArray[np.bool_] 
     alive[batch.row[batch.weights != 0]] = True
     spoken = alive[text.row].nonzero().squeeze(-1)
     if text.chunks is None:
-        rows = (batch.weights != 0).nonzero().squeeze(-1)
-        start = rows.cpu().numpy()
+        rows = (batch.weights[text.pairs] != 0).nonzero().squeeze(-1)
+        pairs = text.pairs[rows]
+        start = pairs.cpu().numpy()
         return Compared(
             text=text,
             start=start,
             end=start + 1,
-            weights=batch.weights[rows],
+            weights=batch.weights[pairs],
             mismatched=np.zeros(len(start), dtype=np.bool_),
             chunks=None,
             rows=rows,

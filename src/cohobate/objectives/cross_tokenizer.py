@@ -33,10 +33,12 @@ class CommonSupportObjective(SeveralTeachersObjective):
     """CSD over the chunks that each teacher's tokens share with the student's, in nats: `common_support_divergence`.
 
     `parts` holds each teacher's `SubtokenTables`, or None for a teacher with the student's own tokenizer, which is
-    compared by forward KL on columns that all pairs share. Terms `kd/0`, `kd/1`, ..., `ce`.
+    compared pair by pair, as `same_vocab_beta` says, on columns that all pairs share. Where no teacher has tables, no
+    setting of a chunk is read. Terms `kd/0`, `kd/1`, ..., `ce`.
     """
 
     beta: float = 0.5  # weights the teacher: 0 forward KL, 1 reverse KL, between them JSD
+    same_vocab_beta: float = 0.0  # the same for teachers with the student's own tokenizer
     mismatch_weight: float = 5.0  # of chunks that are not one token on both sides; in no count
     realized_only_mismatch: bool = False
     keep_realized: bool = True
@@ -47,6 +49,7 @@ class CommonSupportObjective(SeveralTeachersObjective):
         SeveralTeachersObjective.__post_init__(self)
         with config_errors():
             check_beta(self.beta)
+            check_beta(self.same_vocab_beta)
             SupportOptions(min_support=self.min_support, forced_mode=self.forced_mode)
         if not (math.isfinite(self.mismatch_weight) and self.mismatch_weight >= 0):
             raise ConfigError(f"mismatch_weight must be a finite number >= 0, got {self.mismatch_weight}.")
@@ -71,6 +74,10 @@ class CommonSupportObjective(SeveralTeachersObjective):
     @property
     def kinds(self) -> tuple[type, ...]:
         return (HiddenScores, DenseScores, TopKScores)
+
+    @property
+    def pair_beta(self) -> float:
+        return self.same_vocab_beta
 
     def sizes(self, part: Any) -> tuple[int, int]:
         return len(part.student_to_teacher), len(part.teacher_to_student)
@@ -161,8 +168,8 @@ class ProjectedObjective(SeveralTeachersObjective):
         return (HiddenScores, DenseScores)
 
     @property
-    def reverses(self) -> bool:
-        return self.reverse
+    def pair_beta(self) -> float:
+        return 1.0 if self.reverse else 0.0
 
     def sizes(self, part: Any) -> tuple[int, int]:
         return part.student_vocab_size, part.teacher_vocab_size

@@ -12,7 +12,7 @@ from cohobate.functional.divergences import Clip, check_beta
 from cohobate.functional.logprobs import check_temperature
 from cohobate.functional.reduce import weigh
 from cohobate.functional.scores import DenseScores, HiddenScores, TeacherScores, TopKScores
-from cohobate.functional.topk import Tail
+from cohobate.functional.topk import Tail, TopKOf
 from cohobate.objectives.pair_divergences import read_pairs
 from cohobate.objectives.protocol import (
     PAIRS,
@@ -38,7 +38,8 @@ class DivergenceObjective:
     temperature: float = 1.0  # divides both sides' logits
     clip: Clip = "none"  # "token" caps a pair's divergence; "pointwise" caps each entry, a pseudo-loss
     clip_limit: float | None = None  # nats; goes with `clip`
-    top_k: int | None = None  # look only at the teacher's k likeliest ids although all are known
+    top_k: int | None = None  # look only at one side's k likeliest ids although all are known
+    top_k_of: TopKOf = "teacher"  # that side; the student's are chosen anew at every pair, without a gradient
     tail: Tail = "bucket"  # what becomes of the ids outside a top-k support
 
     def __post_init__(self) -> None:
@@ -59,6 +60,10 @@ class DivergenceObjective:
             raise ConfigError(f"tail must be 'bucket', 'renormalize' or 'drop', got {self.tail!r}.")
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"top_k must be at least 1 or None, got {self.top_k}.")
+        if self.top_k_of not in ("teacher", "student"):
+            raise ConfigError(f"top_k_of must be 'teacher' or 'student', got {self.top_k_of!r}.")
+        if self.top_k_of == "student" and self.top_k is None:
+            raise ConfigError("top_k_of='student' without top_k chooses nothing. Set top_k, e.g. 100.")
         if self.top_k == 1 and self.tail == "renormalize":
             raise ConfigError("top_k=1 with tail='renormalize' is identically zero. Use tail='bucket', or top_k >= 2.")
         if self.clip == "pointwise" and self.top_k is not None:
@@ -71,6 +76,16 @@ class DivergenceObjective:
         if self.top_k is not None or self.clip == "pointwise":
             return whole
         return kept if self.tail != "bucket" else whole + kept
+
+    @property
+    def refusals(self) -> dict[type, str]:
+        """Why a kind of scores is not among `accepts`, where that is not plain."""
+        if self.top_k_of == "teacher":
+            return {}
+        return {
+            TopKScores: "top_k_of='student' asks the teacher for the ids that the student finds likeliest, and one "
+            "that is stored or on a server tells its own"
+        }
 
     def counts(self, batch: AlignedBatch) -> dict[str, float]:
         return {PAIRS: float(batch.num_pairs)}

@@ -16,15 +16,17 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from cohobate.errors import ConfigError
 from cohobate.functional.chunked_head import row_chunks
 from cohobate.functional.divergences import Clip, clip_divergence, divergence_terms, forward_kl, reverse_kl
 from cohobate.functional.fused_linear import FusedDivergence, fused_linear_divergence
 from cohobate.functional.fused_topk import fused_linear_topk
 from cohobate.functional.kernels import kernels_for
+from cohobate.functional.largest import largest_entries
 from cohobate.functional.logprobs import entropy, gather_last, log_softmax
 from cohobate.functional.reduce import weigh
-from cohobate.functional.scores import DenseScores, HiddenScores, TeacherScores, TopKScores, top_k_scores
-from cohobate.functional.topk import Tail, bucketed_view, topk_divergence
+from cohobate.functional.scores import DenseScores, HiddenScores, TeacherScores, TopKScores
+from cohobate.functional.topk import Tail, TopKOf, bucketed_view, logprobs_at, topk_divergence
 from cohobate.objectives.protocol import StudentScores, config_errors, only_weighted
 
 _CHUNK_ENTRIES = 1 << 24  # logits held at once outside the fused function: 64 MiB of float32 a tensor
@@ -46,6 +48,8 @@ class DivergenceOptions(Protocol):
     def clip_limit(self) -> float | None: ...
     @property
     def top_k(self) -> int | None: ...
+    @property
+    def top_k_of(self) -> TopKOf: ...
     @property
     def tail(self) -> Tail: ...
 
@@ -141,8 +145,7 @@ def _held(
 def _read_cut(
     options: DivergenceOptions, student: HiddenScores, teacher: HiddenScores | DenseScores, weights: Tensor
 ) -> tuple[FusedDivergence, Tensor]:
-    """The loss over the k likeliest ids of a teacher that knows all; the metrics are those of the whole vocabulary."""
-    assert options.top_k is not None
+    """The loss over one side's k likeliest ids, where both know all; the metrics are those of the whole vocabulary."""
     temperature, num_pairs = options.temperature, student.hidden.shape[0]
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     with torch.no_grad():
@@ -150,12 +153,26 @@ def _read_cut(
             s, t = rows_of(student, rows).logits(), rows_of(teacher, rows).logits()  # [n, V]
             scales = (1 / temperature, 1 / temperature)
             whole = kernels_for(s).divergence_rows(s, t, options.beta, scales=scales)  # [6, n]
-            scores = top_k_scores(t, t.argmax(-1), options.top_k, temperature=temperature, rows="pairs")
-            parts.append((scores.ids, scores.logprobs(), whole))
+            parts.append((*_support(options, s, t), whole))
     ids, logprobs = (torch.cat([part[i] for part in parts]) for i in (0, 1))
-    _, _, teacher_entropy, _, forward, reverse = torch.cat([part[2] for part in parts], dim=-1)
+    _, _, teacher_entropy, agreement, forward, reverse = torch.cat([part[2] for part in parts], dim=-1)
     read, clipped = _held(options, weights, lambda w: _fused_top_k(options, student, ids, logprobs, w))
-    return replace(read, teacher_entropy=teacher_entropy, forward_kl=forward, reverse_kl=reverse), clipped
+    whole = {"top1_agreement": agreement, "forward_kl": forward, "reverse_kl": reverse}
+    return replace(read, teacher_entropy=teacher_entropy, **whole), clipped
+
+
+def _support(options: DivergenceOptions, student_logits: Tensor, teacher_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The ids `[n, k]` that are compared, ascending, and the teacher's true log-probabilities of them, both constant.
+
+    A temperature orders no two logits anew, so the k likeliest are the k largest, ties to the lower id.
+    """
+    chooser = student_logits if options.top_k_of == "student" else teacher_logits
+    k, vocab_size = options.top_k, chooser.shape[-1]
+    assert k is not None
+    if k > vocab_size:
+        raise ConfigError(f"top_k={k} is more than the {vocab_size} ids of the vocabulary. Lower it, or leave it out.")
+    ids = largest_entries(chooser, k)[1].sort(dim=-1).values
+    return ids, logprobs_at(teacher_logits, ids, temperature=options.temperature)
 
 
 def _read_rows(
@@ -183,8 +200,7 @@ def _read_rows(
                 divergence_terms(s, t, beta=options.beta), clip=options.clip, limit=options.clip_limit
             )
             return _pairs(value, clipped, s, best, seen_s, seen_t)
-        scores = top_k_scores(teacher_logits, best, options.top_k, temperature=temperature, rows="pairs")
-        ids, kept = scores.ids, scores.logprobs()
+        ids, kept = _support(options, logits, teacher_logits)
     value = topk_divergence(logits, ids, kept, beta=options.beta, tail=options.tail, temperature=temperature)
     value, clipped = clip_divergence(value[:, None], clip=options.clip, limit=options.clip_limit)
     return _pairs(value, clipped, s, best, seen_s, seen_t)

@@ -144,7 +144,7 @@ class PolicyGradientObjective:
                 raise ConfigError(
                     f"PolicyGradientObjective with clip_epsilon={self.clip_epsilon} divides by the probability at the"
                     f" draw, but {int(missing.sum())} of {batch.num_pairs} pairs have no sampler_logprobs"
-                    f" ({_rows_of(batch, missing)}). Use a rollout source that records them (LocalRollouts does, in"
+                    f" ({rows_of(batch, missing)}). Use a rollout source that records them (LocalRollouts does, in"
                     " RolloutBatch.sampler_logprobs) and sampled rows only (on_policy_fraction=1, no recorded"
                     " completions); or leave clip_epsilon out and take one optimizer step per rollout."
                 )
@@ -153,7 +153,7 @@ class PolicyGradientObjective:
         if bool(recorded.any()):
             raise ConfigError(
                 f"PolicyGradientObjective rewards tokens that the student drew itself; {int(recorded.sum())} of "
-                f"{batch.num_pairs} pairs are recorded ({_rows_of(batch, recorded)}), where it estimates nothing. Set "
+                f"{batch.num_pairs} pairs are recorded ({rows_of(batch, recorded)}), where it estimates nothing. Set "
                 "on_policy_fraction=1, or use DivergenceObjective, which needs no draw."
             )
 
@@ -162,7 +162,7 @@ def _mean(values: Tensor) -> Metric:
     return Metric(sum=values.sum(), count=float(values.numel()))
 
 
-def _rows_of(batch: AlignedBatch, chosen: Tensor) -> str:
+def rows_of(batch: AlignedBatch, chosen: Tensor) -> str:
     """The names of the first few rows with a chosen pair."""
     rows = batch.row[chosen].unique().tolist()
     names = ", ".join(repr(batch.sample_ids[row]) for row in rows[:3])

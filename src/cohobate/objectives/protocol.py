@@ -161,11 +161,13 @@ def check_accepts(objective: Objective, teacher: Any | None) -> None:
         )
     if not issubclass(provides, tuple(accepts)):
         fitting = _FITTING.get(provides, f"an objective whose `accepts` has {provides.__name__}")
+        why = getattr(objective, "refusals", {}).get(provides)
         raise ConfigError(
-            f"{name} accepts {wanted}, but the teacher {type(teacher).__name__} provides {provides.__name__}. "
-            f"For this teacher use {fitting}."
+            f"{name} accepts {wanted}, but the teacher {type(teacher).__name__} provides {provides.__name__}"
+            f"{'' if why is None else ': ' + why}. For this teacher use {fitting}."
         )
     _check_tokenizers(objective, teacher)
+    _check_routing(objective, teacher)
 
 
 def _check_tokenizers(objective: Objective, teacher: Any) -> None:
@@ -197,6 +199,17 @@ def _check_tokenizers(objective: Objective, teacher: Any) -> None:
                 f"teachers[{i}] has a tokenizer of its own, but {name} takes it for one with the student's. Give it "
                 "the part that relates the two vocabularies."
             )
+
+
+def _check_routing(objective: Objective, teacher: Any) -> None:
+    """Refuse an objective that divides by another count than the teachers answer for."""
+    wanted, found = getattr(objective, "routed", False), getattr(teacher, "routing", None) is not None
+    if wanted != found:
+        raise ConfigError(
+            f"{type(teacher).__name__} {'routes each row to one teacher' if found else 'asks every teacher'}, but "
+            f"{type(objective).__name__} was made with routed={wanted}, which divides by another count. Make it with "
+            f"routed={found}."
+        )
 
 
 def for_step(

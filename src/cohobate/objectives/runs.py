@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from cohobate.align.spans import Chunks
 from cohobate.functional.head_blocks import blocked_head_loss, rows_per_block
 from cohobate.functional.runs import Ints
-from cohobate.functional.same_support import same_support_kl
+from cohobate.functional.same_support import same_support_divergence
 from cohobate.functional.scores import HiddenScores, TopKScores
 from cohobate.functional.token_nll import token_nll
 from cohobate.objectives.compared import Compared, RowScores, moved, picked
@@ -41,13 +41,17 @@ class Runs:
     values: ReadRuns
 
 
-def label_runs(target_ids: Tensor, labels: Tensor) -> Runs:
-    """Minus the log-probability of `target_ids [N]` at temperature 1, of the pairs numbered `labels [U]`."""
+def label_runs(target_ids: Tensor, labels: Tensor, *, learns: bool = True) -> Runs:
+    """Minus the log-probability of `target_ids [N]` at temperature 1, of the pairs numbered `labels [U]`.
+
+    `learns=False`: without a gradient, for a number that is only logged.
+    """
     start = labels.cpu().numpy()
 
     def values(logits: Tensor, first: int, units: slice) -> Tensor:
         pairs = labels[units]
-        return token_nll(at_rows(logits, pairs - first), target_ids[pairs])
+        rows = at_rows(logits, pairs - first)
+        return token_nll(rows if learns else rows.detach(), target_ids[pairs])
 
     return Runs(start=start, end=start + 1, values=values)
 
@@ -78,13 +82,14 @@ def chunk_runs(
 
 
 def pair_runs(side: Compared, teacher: Callable[[Tensor], Tensor], columns: Tensor | None, **options: Any) -> Runs:
-    """`same_support_kl` of each pair, of logits that `teacher` gives for rows of the student's own tokens."""
+    """`same_support_divergence` of each pair, of logits that `teacher` gives for rows of the student's own tokens."""
+
+    pairs = side.text.pairs[side.rows]  # [U]
 
     def values(logits: Tensor, first: int, units: slice) -> Tensor:
-        rows = side.rows[units]
         with torch.no_grad():
-            known = teacher(rows)
-        return same_support_kl(at_rows(logits, rows - first), known, columns=columns, **options)
+            known = teacher(side.rows[units])
+        return same_support_divergence(at_rows(logits, pairs[units] - first), known, columns=columns, **options)
 
     return Runs(start=side.start, end=side.end, values=values)
 

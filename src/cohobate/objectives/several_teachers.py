@@ -30,15 +30,14 @@ from cohobate.functional.runs import Ints
 from cohobate.functional.scores import TeacherScores, TopKScores
 from cohobate.objectives.aggregate import (
     CE,
-    chunk_count,
     complete_values,
     count_of,
     dynamic_scale,
     joined_values,
     kd_term,
+    term_counts,
 )
-from cohobate.objectives.compared import Compared, RowScores, check_sides, compared, teacher_text
-from cohobate.objectives.cross_entropy import CE_TOKENS
+from cohobate.objectives.compared import Compared, RowScores, TeacherText, check_sides, compared, teacher_text
 from cohobate.objectives.protocol import Metric, ObjectiveOutput, StudentScores, Term
 from cohobate.objectives.runs import Runs, chunk_runs, label_runs, pair_runs, read_runs
 from cohobate.objectives.teacher_options import TeacherOptions
@@ -58,16 +57,16 @@ from cohobate.parallel.world import World, all_reduce_sum, current_world
 class SeveralTeachersObjective(TeacherOptions):
     """An objective but for the divergence of a chunk, which a method adds (`cross_tokenizer.py`).
 
-    Terms `kd/0`, `kd/1`, ..., in `chunks/0`, `chunks/1`, ..., and `ce` in `ce_tokens`, all in nats.
+    Terms `kd/0`, `kd/1`, ..., in `chunks/0`, `chunks/1`, ..., or all in `chunks` where each row is routed to one
+    teacher, and `ce` in `ce_tokens`, all in nats.
     """
 
     def counts(self, batch: AlignedBatch) -> dict[str, float]:
-        found = {CE_TOKENS: float(self._is_label(batch).sum())}
-        for i, part in enumerate(self.parts):
-            text = teacher_text(batch, i, own_tokenizer=part is not None)
-            number = batch.num_pairs if text.chunks is None else self.counted(batch.target_ids, text).sum()
-            found[chunk_count(i)] = float(number)
-        return found
+        chunks = []
+        for text in self._texts(batch):
+            counted = text.pairs if text.chunks is None else self.counted(batch.target_ids, text).nonzero()[0]
+            chunks.append(float(len(counted)))
+        return term_counts(float(self._is_label(batch).sum()), chunks, routed=self.routed)
 
     def __call__(
         self, student: StudentScores, teacher: TeacherScores | None, batch: AlignedBatch, /
@@ -80,7 +79,7 @@ class SeveralTeachersObjective(TeacherOptions):
         sides = [side if self._is_compared(i, choice) else side.without_runs() for i, side in enumerate(sides)]
         labels = (self._is_label(batch) & (batch.weights != 0)).nonzero().squeeze(-1)
         runs = self._runs(sides, scores, batch.target_ids, choice)
-        *divergences, nll = read_runs(student, [*runs, label_runs(batch.target_ids, labels)])
+        *divergences, nll = read_runs(student, [*runs, label_runs(batch.target_ids, labels, learns=self.learns_ce)])
         weighted = [
             self._weighted(side, 1.0 if self.averages else choice.weights[i], divergence)
             for i, (side, divergence) in enumerate(zip(sides, divergences, strict=True))
@@ -91,10 +90,12 @@ class SeveralTeachersObjective(TeacherOptions):
         shares = [(side.end - 1, kd_scale * of_runs) for side, of_runs in zip(sides, weighted, strict=True)]
         return ObjectiveOutput(
             terms={
-                name: Term(sum=(ce_scale if name == CE else kd_scale) * value, count=count_of(name))
+                name: Term(
+                    sum=(ce_scale if name == CE else kd_scale) * value, count=count_of(name, routed=self.routed)
+                )
                 for name, value in values.items()
             },
-            metrics=self._metrics(sides, divergences, nll, choice, kd_scale),
+            metrics=self._metrics(sides, divergences, nll, choice, kd_scale) | self._row_shares(sides),
             pair_loss=_by_pair(batch.num_pairs, [*shares, (labels.cpu().numpy(), ce_scale * weighted_nll)]),
             step_values={n: v.detach() for n, v in values.items()} if self.looks_back else {},
         )
@@ -134,7 +135,7 @@ class SeveralTeachersObjective(TeacherOptions):
         """
         if not self.looks_back:
             return self
-        kd, ce = joined_values(values, counts)
+        kd, ce = joined_values(values, counts, routed=self.routed)
         scale = dynamic_scale(kd, ce)
         known = kd != 0 and ce != 0 and 0 < scale < math.inf
         return replace(self, scale=scale) if known else self
@@ -162,11 +163,17 @@ class SeveralTeachersObjective(TeacherOptions):
             return torch.ones_like(batch.row, dtype=torch.bool)
         return ~batch.is_sampled[batch.row]
 
+    def _texts(self, batch: AlignedBatch) -> list[TeacherText]:
+        return [
+            teacher_text(batch, i, own_tokenizer=part is not None, routed=self.routed)
+            for i, part in enumerate(self.parts)
+        ]
+
     def _read_sides(
         self, student: StudentScores, teacher: TeacherScores | None, batch: AlignedBatch
     ) -> tuple[list[Compared], tuple[RowScores, ...]]:
         """What takes part of the batch, for each teacher, and what it says; all of it checked."""
-        texts = [teacher_text(batch, i, own_tokenizer=part is not None) for i, part in enumerate(self.parts)]
+        texts = self._texts(batch)
         scores = check_sides(
             student,
             teacher,
@@ -202,7 +209,7 @@ class SeveralTeachersObjective(TeacherOptions):
         self, sides: Sequence[Compared], scores: Sequence[RowScores], student_ids: Tensor, choice: Choice
     ) -> list[Runs]:
         """How each teacher's runs are read."""
-        options = {"temperature": self.temperature, "reverse": self.reverses}
+        options = {"temperature": self.temperature, "beta": self.pair_beta}
         found = []
         for i, (side, said, columns) in enumerate(zip(sides, scores, choice.columns, strict=True)):
             if side.chunks is not None:
@@ -228,7 +235,7 @@ class SeveralTeachersObjective(TeacherOptions):
         counts = self.step_counts
         if counts is None:
             counts = all_reduce_sum(self.counts(batch), world=self._world)
-        return dynamic_scale(*complete_values(values, counts, world=self._world)), 1.0
+        return dynamic_scale(*complete_values(values, counts, routed=self.routed, world=self._world)), 1.0
 
     def _metrics(
         self, sides: Sequence[Compared], divergences: Sequence[Tensor], nll: Tensor, choice: Choice, kd_scale: float
@@ -248,6 +255,16 @@ class SeveralTeachersObjective(TeacherOptions):
             found[f"teacher{i}/weight"] = number(weight)
         names = ["kd/average"] if self.averages else [f"kd/teacher{i}" for i in range(len(sides))]
         return found | {name: mean(divergence) for name, divergence in zip(names, divergences, strict=False)}
+
+    def _row_shares(self, sides: Sequence[Compared]) -> dict[str, Metric]:
+        """Of all rows, how many each teacher answered; where each answers all, there is nothing to say."""
+        if not self.routed:
+            return {}
+        rows = [float(len(side.text.rows or ())) for side in sides]
+        return {
+            f"teacher{i}/row_share": Metric(sum=torch.tensor(number, dtype=torch.float64), count=sum(rows))
+            for i, number in enumerate(rows)
+        }
 
 
 def _by_pair(num_pairs: int, parts: Sequence[tuple[Ints, Tensor]]) -> Tensor:

@@ -39,6 +39,7 @@ class TeacherOptions:
     alpha: float = 1.0
     normalize_teacher_by_vocab: bool = False  # times log V_i / log of the smallest V
     same_vocab_top_k: int | None = 8192  # columns that a same-tokenizer teacher is compared on; None: all
+    routed: bool = False  # each row is read by one teacher: all terms share one count, see `aggregate.py`
     dynamic_scaling: DynamicScaling = "previous_step"
     kd_weight: float = 1.0  # the fixed weights; their ratio is the scale of "previous_step" before there was a step
     ce_weight: float = 0.1
@@ -62,6 +63,11 @@ class TeacherOptions:
             raise ConfigError(f"same_vocab_top_k must be at least 1, or None for all, got {self.same_vocab_top_k}.")
         self._check_parts()
         _ = self.aggregation  # its own checks
+        if self.normalize_teacher_by_vocab and self.student_size is None:
+            raise ConfigError(
+                "normalize_teacher_by_vocab weighs teachers by the sizes of their vocabularies, but all of them have "
+                "the student's tokenizer. Leave it out."
+            )
         if self.kd_mode == "averaged_logits" and not self.averages:
             warn_once("averaged_logits is for teachers with the student's tokenizer alone; here it is kd_mode='sum'.")
 
@@ -95,9 +101,9 @@ class TeacherOptions:
         raise NotImplementedError
 
     @property
-    def reverses(self) -> bool:
-        """Whether a same-tokenizer teacher is compared by KL(student || teacher)."""
-        return False
+    def pair_beta(self) -> float:
+        """How a same-tokenizer teacher is compared: 0 KL(teacher || student), 1 the reverse, between them JSD."""
+        return 0.0
 
     def sizes(self, part: Any) -> tuple[int, int]:
         """Ids of the student and of the teacher that a part was built for."""
@@ -159,12 +165,18 @@ class TeacherOptions:
             kd_weight=self.kd_weight,
             ce_weight=self.ce_weight,
             dynamic_scaling=self.dynamic_scaling,
+            routed=self.routed,
         )
 
     @property
     def looks_back(self) -> bool:
         """Whether a step depends on the one before."""
         return self.dynamic_scaling == "previous_step"
+
+    @property
+    def learns_ce(self) -> bool:
+        """Whether the cross-entropy is part of the loss; else it is a metric alone."""
+        return self.dynamic_scaling != "off" or self.ce_weight != 0
 
     @property
     def last_scale(self) -> float:

@@ -125,12 +125,13 @@ def mean_logits(scores: Sequence[WholeScores | TopKScores], weights: Sequence[fl
     total = sum(weights) or float(len(scores))
 
     def mean(rows: Tensor) -> Tensor:
-        parts = [
-            upcast(rows_of(said, rows).logits()) * (weight / total)
-            for weight, said in zip(weights or (1.0,) * len(scores), scores, strict=True)
-            if weight and not isinstance(said, TopKScores)
-        ]
-        return torch.stack(parts).sum(0)
+        found: Tensor | None = None
+        for weight, said in zip(weights or (1.0,) * len(scores), scores, strict=True):
+            if weight and not isinstance(said, TopKScores):
+                part = upcast(rows_of(said, rows).logits()) * (weight / total)
+                found = part if found is None else found.add_(part)
+        assert found is not None  # weights that are all 0 were refused
+        return found
 
     return mean
 

@@ -152,6 +152,10 @@ class TokenSelectionObjective:
         return wish if self.signal == "entropy" else tuple(kind for kind in wish if kind in _WITH_DIVERGENCE)
 
     @property
+    def refusals(self) -> dict[type, str]:
+        return _own(self.objective, "refusals", {})
+
+    @property
     def held_out(self) -> Objective:
         """Held-out rows are not selected: their loss is over every pair."""
         return self.objective

@@ -3,7 +3,7 @@
 
 from cohobate.functional.scores import DenseScores, HiddenScores, SampledScores, TeacherScores, TopKScores
 from cohobate.remote.client import Patience
-from cohobate.teachers.ensemble import SeveralTeachers
+from cohobate.teachers.ensemble import Routing, SeveralTeachers
 from cohobate.teachers.forward import check_head, dense_pair_scores, logit_row_checksum, pair_scores
 from cohobate.teachers.load import load_model, load_tokenizer
 from cohobate.teachers.local import LocalTeacher
@@ -28,6 +28,7 @@ __all__ = [
     "LocalTeacher",
     "OwnTokenizerTeacher",
     "Patience",
+    "Routing",
     "SameWeightsConfig",
     "SampledScores",
     "ServerSupport",

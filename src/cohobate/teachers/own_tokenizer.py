@@ -136,7 +136,7 @@ class OwnTokenizerTeacher:
     def _check_width(self, width: int | None) -> None:
         if width is not None and width < self.vocab_size:
             raise ConfigError(
-                f"the teacher predicts {width} ids, but its tokenizer {describe(self.tokenizer)} has "
+                f"the teacher predicts {width} ids, but {describe(self.tokenizer)} has "
                 f"{self.vocab_size}. Pass the tokenizer that belongs to the teacher, or resize its embeddings."
             )
 

@@ -19,8 +19,8 @@ class Teacher(Protocol):
     Further verbs are called where a teacher has them: `after_optimizer_step()`; `state_dict()` with
     `load_state_dict(...)` (`StatefulTeacher`), which travel in checkpoints; `pack_rows(name)`, once, where rows are
     packed; `prefetch(batch)`, for every micro-batch of a step before the first is scored; `close()`, at the end of a
-    command; `check_rows(sample_ids)`, once, with the names of all rows. One that knows recorded completions alone says
-    so: `recorded_only = True`.
+    command. One that knows recorded completions alone says so, `recorded_only = True`, and has `check_batch(batch)`,
+    which is called with all rows before the first step.
     """
 
     @property

@@ -21,11 +21,12 @@ import numpy as np
 from torch import Tensor
 
 from cohobate.align.rollout import AlignedBatch
-from cohobate.errors import ConfigError, DataError, ServerResponseError
+from cohobate.errors import ConfigError, DataError
 from cohobate.functional.scores import SampledScores, TopKScores
+from cohobate.remote.answers import served_model
 from cohobate.remote.client import Patience, Refused, ServerClient, Surroundings, TooLarge
 from cohobate.remote.workers import Workers
-from cohobate.teachers.server_answers import Asked, Expected, Row, read_json, read_rows
+from cohobate.teachers.server_answers import Asked, Expected, Row, read_rows
 from cohobate.teachers.server_batches import Kept, Plan, grouped, plan_of, sampled_scores, top_k_scores_of
 from cohobate.teachers.server_canary import CANARY, Canary, canary_ids
 
@@ -150,7 +151,7 @@ class ServerTeacher:
         with self._lock:
             if self._canary is not None:
                 return
-            self.model, self.max_model_len = self._find_model()
+            self.model, self.max_model_len = served_model(self.client, self.model)
             canary = self._first_canary()
             if self._recorded is not None:
                 self._recorded.check(canary.row, self.canary_tolerance, self.client.url)
@@ -243,26 +244,6 @@ class ServerTeacher:
             return self._answer(group[:half]) + self._answer(group[half:])
         self.canary.check(canary, self.canary_tolerance, self.client.url)
         return rows
-
-    def _find_model(self) -> tuple[str, int | None]:
-        about = "its models"
-        answer = read_json(self.client.get("/v1/models", about=about), about=about)
-        data = answer.get("data") if isinstance(answer, dict) else None
-        found = {m["id"]: m for m in data or () if isinstance(m, dict) and isinstance(m.get("id"), str)}
-        if not found:
-            raise ServerResponseError(f"the teacher server {self.client.url} names no model at /v1/models.")
-        if self.model is None and len(found) > 1:
-            raise ConfigError(
-                f"the teacher server has {len(found)} models; name one of them: {', '.join(map(repr, sorted(found)))}."
-            )
-        name = self.model or next(iter(found))
-        if name not in found:
-            raise ConfigError(
-                f"the teacher server has no model {name!r}, only {', '.join(map(repr, sorted(found)))} (the name is "
-                "what --served-model-name says, else the path)."
-            )
-        limit = found[name].get("max_model_len")
-        return name, limit if type(limit) is int else None
 
     def _first_canary(self) -> Canary:
         ids = self._canary_ids[: None if self.max_model_len is None else self.max_model_len - 1]

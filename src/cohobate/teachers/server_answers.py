@@ -11,7 +11,6 @@ token; the first is null, the others map ids to log-probabilities at temperature
 token that stands there, which makes k or k + 1. That token is found by its id, never by its rank.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cohobate.errors import ServerResponseError
+from cohobate.remote.answers import Malformed, check_envelope, choices_in_order, parse_json
 
 _ROUNDING = 1e-3  # nats: a float32 log-softmax over a wide vocabulary, summed again
-_LONGEST_NUMBER = 40  # characters of a JSON number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +50,6 @@ class Row(NamedTuple):
     realized: np.ndarray  # [n] float64, of the token that stands there
 
 
-class _Malformed(Exception):
-    pass
-
-
 def read_rows(body: bytes, asked: Sequence[Asked], expected: Expected, *, about: str) -> list[Row]:
     """The answer to one request, in the order of `asked`.
 
@@ -62,13 +57,13 @@ def read_rows(body: bytes, asked: Sequence[Asked], expected: Expected, *, about:
         ServerResponseError: naming `about`, the prompt, the position and what is wrong there.
     """
     try:
-        answer = _json(body)
+        answer = parse_json(body)
         _check_envelope(answer, asked, expected)
         return [
             _row(prompt, choice, expected)
-            for prompt, choice in zip(asked, _in_order(answer["choices"], len(asked)), strict=True)
+            for prompt, choice in zip(asked, choices_in_order(answer["choices"], len(asked)), strict=True)
         ]
-    except _Malformed as problem:
+    except Malformed as problem:
         raise ServerResponseError(
             f"the teacher server's answer about {about} cannot be used: {problem}. Nothing was trained on it; look at "
             "the server (its version, its flags, what stands between) before running again."
@@ -78,86 +73,32 @@ def read_rows(body: bytes, asked: Sequence[Asked], expected: Expected, *, about:
 def read_json(body: bytes, *, about: str) -> Any:
     """A body as JSON, strictly: no NaN, no key twice, nothing nested without end."""
     try:
-        return _json(body)
-    except _Malformed as problem:
+        return parse_json(body)
+    except Malformed as problem:
         raise ServerResponseError(f"the teacher server's answer about {about} cannot be used: {problem}.") from None
 
 
-def _json(body: bytes) -> Any:
-    try:
-        return json.loads(
-            body.decode("utf-8"),
-            object_pairs_hook=_object,
-            parse_constant=_no_constant,
-            parse_int=_integer,
-        )
-    except RecursionError:
-        raise _Malformed("its JSON is nested without end") from None
-    except ValueError as error:
-        raise _Malformed(f"it is no JSON ({str(error)[:100]})") from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise _Malformed("a JSON object has a key twice")
-    return found
-
-
-def _no_constant(name: str) -> float:
-    raise _Malformed(f"it has the number {name}")
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > _LONGEST_NUMBER:
-        raise _Malformed(f"it has an integer of {len(digits)} digits")
-    return int(digits)
-
-
 def _check_envelope(answer: Any, asked: Sequence[Asked], expected: Expected) -> None:
-    if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
-        raise _Malformed("it has no list `choices`")
-    model = answer.get("model")
-    if model != expected.model:
-        raise _Malformed(f"it is by the model {str(model)[:80]!r}, asked was {expected.model!r}")
-    usage = answer.get("usage")
-    num_tokens = sum(len(prompt.ids) for prompt in asked)
-    if isinstance(usage, dict) and usage.get("prompt_tokens") not in (None, num_tokens):
-        raise _Malformed(f"it read {str(usage['prompt_tokens'])[:20]} prompt tokens, sent were {num_tokens}")
-
-
-def _in_order(choices: list[Any], wanted: int) -> list[dict[str, Any]]:
-    """The choices by their index: a server may answer prompts in any order."""
-    if len(choices) != wanted:
-        raise _Malformed(f"it has {len(choices)} choices for {wanted} prompts")
-    found: dict[int, dict[str, Any]] = {}
-    for choice in choices:
-        index = choice.get("index") if isinstance(choice, dict) else None
-        if type(index) is not int or not 0 <= index < wanted or index in found:
-            raise _Malformed(
-                f"a choice has the index {str(index)[:20]}, where each of 0 to {wanted - 1} is needed once"
-            )
-        found[index] = choice
-    return [found[i] for i in range(wanted)]
+    check_envelope(answer, model=expected.model, num_prompt_tokens=sum(len(prompt.ids) for prompt in asked))
 
 
 def _row(prompt: Asked, choice: dict[str, Any], expected: Expected) -> Row:
     echoed = choice.get("prompt_token_ids")
     if echoed is not None and echoed != list(prompt.ids):
-        raise _Malformed(f"for {prompt.name} it echoes other tokens than were sent")
+        raise Malformed(f"for {prompt.name} it echoes other tokens than were sent")
     entries = choice.get("prompt_logprobs")
     if not isinstance(entries, list) or len(entries) != len(prompt.ids):
         got = f"{len(entries)} entries" if isinstance(entries, list) else "no list"
-        raise _Malformed(f"prompt_logprobs of {prompt.name} is {got} for {len(prompt.ids)} tokens")
+        raise Malformed(f"prompt_logprobs of {prompt.name} is {got} for {len(prompt.ids)} tokens")
     if entries[0] is not None:
-        raise _Malformed(f"prompt_logprobs of {prompt.name} must begin with null, for its first token")
+        raise Malformed(f"prompt_logprobs of {prompt.name} must begin with null, for its first token")
     wanted = set(prompt.positions)
     ids, logprobs, realized = [], [], []
     for position in range(1, len(entries)):
         try:
             found = _entry(entries[position], prompt.ids[position], expected)
-        except _Malformed as problem:
-            raise _Malformed(f"position {position} of {prompt.name} {problem}") from None
+        except Malformed as problem:
+            raise Malformed(f"position {position} of {prompt.name} {problem}") from None
         if position in wanted:
             ids.append(found[0])
             logprobs.append(found[1])
@@ -173,13 +114,13 @@ def _row(prompt: Asked, choice: dict[str, Any], expected: Expected) -> Row:
 def _entry(entry: Any, token: int, expected: Expected) -> tuple[np.ndarray, np.ndarray, float]:
     """The k likeliest ids of one position, their log-probabilities, and that of the token that stands there."""
     if not isinstance(entry, dict):
-        raise _Malformed(f"is {'null' if entry is None else type(entry).__name__}, not an object")
+        raise Malformed(f"is {'null' if entry is None else type(entry).__name__}, not an object")
     k, num_ids = expected.k, expected.num_ids
     if len(entry) not in ({k} if k == num_ids else {max(k, 1), k + 1}):
-        raise _Malformed(f"has {len(entry)} ids, where {k} or {k + 1} are needed")
+        raise Malformed(f"has {len(entry)} ids, where {k} or {k + 1} are needed")
     key = str(token)
     if key not in entry:
-        raise _Malformed(f"is without the token {token} that stands there; the positions may be shifted")
+        raise Malformed(f"is without the token {token} that stands there; the positions may be shifted")
     ids = _ids(entry, num_ids)
     values = _values(entry)
     realized = float(values[list(entry).index(key)])
@@ -187,7 +128,7 @@ def _entry(entry: Any, token: int, expected: Expected) -> tuple[np.ndarray, np.n
         others = ids != token
         ids, values = ids[others], values[others]
         if k and realized > values.min() + _ROUNDING:
-            raise _Malformed(
+            raise Malformed(
                 f"has {k + 1} ids, although its token {token} is among the {k} likeliest; the positions may be shifted"
             )
     if k:
@@ -200,11 +141,11 @@ def _ids(entry: dict[str, Any], num_ids: int) -> np.ndarray:
     ids = []
     for key in entry:
         if not (key.isascii() and key.isdigit() and len(key) < 10 and str(int(key)) == key):
-            raise _Malformed(f"has the id {key[:20]!r}")
+            raise Malformed(f"has the id {key[:20]!r}")
         ids.append(int(key))
     found = np.array(ids, dtype=np.int64)
     if found.max() >= num_ids:
-        raise _Malformed(
+        raise Malformed(
             f"has the id {found.max()}, but the teacher is said to predict the ids 0 to {num_ids - 1} (a padded head "
             "is wider than its tokenizer: then set head_size)"
         )
@@ -216,16 +157,16 @@ def _values(entry: dict[str, Any]) -> np.ndarray:
     for key, said in entry.items():
         value = said.get("logprob") if isinstance(said, dict) else None
         if type(value) not in (float, int):
-            raise _Malformed(f"has no number as the log-probability of the id {key}")
+            raise Malformed(f"has no number as the log-probability of the id {key}")
         values.append(value)
     try:
         found = np.array(values, dtype=np.float64)
     except OverflowError:
-        raise _Malformed("has a log-probability beyond any number") from None
+        raise Malformed("has a log-probability beyond any number") from None
     if not np.isfinite(found).all():
-        raise _Malformed("has a log-probability that is infinite or no number")
+        raise Malformed("has a log-probability that is infinite or no number")
     if found.max() > _ROUNDING:
-        raise _Malformed(f"has the log-probability {found.max():.4g}, which must not be above 0")
+        raise Malformed(f"has the log-probability {found.max():.4g}, which must not be above 0")
     return np.minimum(found, 0.0)
 
 
@@ -233,11 +174,11 @@ def _check_distribution(values: np.ndarray, num_ids: int) -> None:
     """Whether `values` can be the largest log-probabilities of one distribution over `num_ids` ids."""
     mass = float(np.exp(values).sum())
     if mass > 1 + _ROUNDING:
-        raise _Malformed(f"has the mass {mass:.6g} on its ids, which must not be above 1")
+        raise Malformed(f"has the mass {mass:.6g} on its ids, which must not be above 1")
     if mass < len(values) / num_ids * (1 - _ROUNDING):
-        raise _Malformed(
+        raise Malformed(
             f"has the mass {mass:.3g} on its {len(values)} likeliest of {num_ids} ids, which even equal ones exceed "
             f"({len(values) / num_ids:.3g}); these are no log-probabilities (for vLLM: --logprobs-mode raw_logprobs)"
         )
     if len(values) == num_ids and abs(math.log(mass)) > 10 * _ROUNDING:
-        raise _Malformed(f"has the mass {mass:.6g} on all ids, which must be 1")
+        raise Malformed(f"has the mass {mass:.6g} on all ids, which must be 1")

@@ -8,10 +8,12 @@ ever given out unchecked.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from cohobate.errors import DataError
+from cohobate.teachers.store_command import ANEW, anew, files_note
 from cohobate.teachers.store_files import (
     DamagedShard,
     Index,
@@ -23,20 +25,20 @@ from cohobate.teachers.store_files import (
 )
 from cohobate.teachers.store_format import AskedText, Columns, Header, Text, name_key, row_columns
 
-_ANEW = "Score the rows as they are now into a new folder:"
-
 
 class Store:
     """A finished store, to be read."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, run: Sequence[str] = ()) -> None:
         """Opens every shard and compares all but the bytes of its rows with the index.
+
+        `run`: the recipe that reads it, as options of `cohobate score` (`store_command.py`).
 
         Raises:
             ConfigError: no finished store is there.
             DamagedShard: a file is missing, cut short or not the one of the index; with the command that mends it.
         """
-        self.folder = Path(folder)
+        self.folder, self.run = Path(folder), tuple(run)
         self.index: Index = read_index(self.folder)
         self.header: Header = self.index.header
         self._shards = [self._open(number) for number in range(len(self.index.shards))]
@@ -72,10 +74,10 @@ class Store:
         """What made this store, and mends it."""
         return repair_command(self.folder, self.index.command)
 
-    @property
-    def anew(self) -> str:
-        """The same for another folder, where what was scored has changed."""
-        return repair_command(Path("NEW_FOLDER"), self.index.command)
+    def anew(self, **changed: Any) -> str:
+        """A sentence with the command that scores what is asked now, into another folder."""
+        made_by = self.index.command
+        return f"{ANEW}{files_note(made_by, self.run)}: {anew(made_by, self.header, run=self.run, **changed)}"
 
     def verify(self, numbers: Sequence[int] | None = None) -> None:
         """Compare the bytes of these shards (all) with their checksums, once each. Raises DamagedShard."""
@@ -101,25 +103,34 @@ class Store:
     def __contains__(self, sample_id: str) -> bool:
         return len(self.texts_named(sample_id)) > 0
 
-    def read(self, asked: AskedText) -> Columns:
-        """The columns of the predictions that are asked for.
+    def check(self, text: Text) -> int:
+        """The number of a text that the store has with all the predictions that it is asked for; reads no shard.
 
         Raises:
             DataError: naming the row that the store does not have, or has with other tokens; and the command.
-            DamagedShard: the shard's bytes are not those that were written.
         """
-        text = asked.text
         found = self._having(text.key)
         if not len(found):
             raise DataError(self._missing(text))
         number = int(found[0])
-        first, shard_number = int(self._first[number]), int(self._shard_of[number])
-        self.verify((shard_number,))
+        first = int(self._first[number])
         if text.first < first:
             raise DataError(
                 f"row {text.sample_id!r} is in the teacher store {self.folder} from its prediction {first} on, and "
-                f"prediction {text.first} is asked for: its prompt was longer when it was scored. {_ANEW} {self.anew}"
+                f"prediction {text.first} is asked for: its prompt was longer when it was scored. {self.anew()}"
             )
+        return number
+
+    def read(self, asked: AskedText) -> Columns:
+        """The columns of the predictions that are asked for.
+
+        Raises:
+            DataError: as `check`.
+            DamagedShard: the shard's bytes are not those that were written.
+        """
+        number = self.check(asked.text)
+        first, shard_number = int(self._first[number]), int(self._shard_of[number])
+        self.verify((shard_number,))
         low, high = int(asked.positions.min()), int(asked.positions.max()) + 1
         begin = int(self._begin[number]) - first
         columns = self._shards[shard_number].read(tuple(row_columns(self.header)), begin + low, begin + high)
@@ -134,13 +145,14 @@ class Store:
         if not len(same_name):
             return (
                 f"row {text.sample_id!r} is not in the teacher store {self.folder}. Was it made from other data or "
-                f"another split? {_ANEW} {self.anew}"
+                f"another split? {self.anew()}"
             )
         lengths = sorted({self._length(int(number)) for number in same_name})
+        now = "others of the same number" if lengths == [len(text.ids)] else str(len(text.ids))
         return (
             f"row {text.sample_id!r} is in the teacher store {self.folder}, but with other tokens: the teacher read "
-            f"{' or '.join(map(str, lengths))} of them, and reads {len(text.ids)} now. Its prompt, completion, chat "
-            f"template or tokenizer has changed since. {_ANEW} {self.anew}"
+            f"{' or '.join(map(str, lengths))} of them, and would read {now} now. Its prompt, completion, chat "
+            f"template or tokenizer has changed since. {self.anew()}"
         )
 
     def _length(self, number: int) -> int:

@@ -6,9 +6,9 @@ store knows recorded completions and no others, and each by all tokens that the 
 since is an error, never somebody else's score.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from cohobate.teachers.store_format import Columns, Header, asked_texts, decoded
 from cohobate.teachers.store_reader import Store
 from cohobate.vocab import fingerprint, template_fingerprint
 from cohobate.vocab.tokens import describe, merges_fingerprint
+
+Reader = Literal["student", "teacher"]  # whose tokens a teacher reads
 
 
 class StoredTeacher:
@@ -40,30 +42,35 @@ class StoredTeacher:
         top_k: int | None = None,
         temperature: float | None = None,
         prompts: Any = None,
+        reads: Reader | None = None,
+        run: Sequence[str] = (),
     ) -> None:
         """`tokenizer`: the student's; the teacher's for a store that was made with the teacher's own.
 
         `top_k`: fewer ids than the store has. `temperature`: of the normaliser, the store's or 1; None is the store's.
-        `prompts`: the `PromptConfig` of a teacher with its own tokenizer, if it was scored with one.
+        `prompts`: the `PromptConfig` of a teacher with its own tokenizer, if it was scored with one. `reads`: whose
+        tokens the run will have it read; None: whichever the store holds. `run`: as `Store`, for messages.
 
         Raises:
             ConfigError: no finished store, or one that cannot answer with this `top_k` or `temperature`.
             VocabularyMismatch: the tokenizer is not the one of the store, and what differs.
             DataError: a damaged file, with the command that mends it.
         """
-        self.store = Store(path)
+        self.store = Store(path, run=run)
         header = self.store.header
+        self._check_side(header, reads)
         self._check_tokenizer(header, tokenizer)
         if top_k is not None and not 1 <= top_k <= header.top_k:
             raise ConfigError(
                 f"top_k={top_k}, but the teacher store {path} keeps {header.top_k} ids of each prediction. Take at "
-                f"most {header.top_k}, or score again with --top-k {top_k}. It was made by: {self.store.anew}"
+                f"most {header.top_k}, or score again with more. {self.store.anew(top_k=max(1, top_k))}"
             )
         if temperature not in (None, 1.0, header.temperature):
             raise ConfigError(
                 f"temperature={temperature}, but the teacher store {path} has the normalisers at "
-                f"{header.temperature:g} and 1. Take one of them, or score again with --distill-temperature "
-                f"{temperature:g}. It was made by: {self.store.anew}"
+                f"{'' if header.temperature == 1 else f'{header.temperature:g} and '}1. Take one of them, or score "
+                f"again at {temperature:g}. "
+                f"{self.store.anew(temperature=temperature)}"
             )
         self.top_k = top_k or header.top_k
         self.temperature = header.temperature if temperature is None else temperature
@@ -111,14 +118,13 @@ class StoredTeacher:
             vocab_size=self.vocab_size,
         )
 
-    def check_rows(self, sample_ids: Iterable[str]) -> None:
-        """Refuse now, with a `DataError`, rows of data that the store does not have at all."""
-        absent = [name for name in sample_ids if name not in self.store]
-        if absent:
-            raise DataError(
-                f"{len(absent)} rows are not in the teacher store {self.store.folder}, the first is {absent[0]!r}. "
-                f"Score the data as it is now into a new folder: {self.store.anew}"
-            )
+    def check_batch(self, batch: AlignedBatch, /) -> None:
+        """Refuse now, with a `DataError`, the first row that the store does not have with the tokens of `batch`.
+
+        Compares hashes and reads no shard, so that all rows of a run can be held against the store before it.
+        """
+        for asked in asked_texts(batch):
+            self.store.check(asked.text)
 
     def _check_tokenizer(self, header: Header, tokenizer: Any) -> None:
         found = {
@@ -131,16 +137,32 @@ class StoredTeacher:
         if changed:
             raise VocabularyMismatch(
                 f"the teacher store {self.store.folder} was made with another {header.tokens}'s tokenizer than "
-                f"{describe(tokenizer)}: the {' and the '.join(changed)} differ. Pass the tokenizer that it was made "
-                f"with, or score again with this one into a new folder: {self.store.anew}"
+                f"{describe(tokenizer)}: the {' and the '.join(changed)} differ. Pass the {header.tokens}'s, with "
+                f"which it was made, or score again with this one. {self.store.anew()}"
             )
+
+    def _check_side(self, header: Header, reads: Reader | None) -> None:
+        if reads in (None, header.tokens):
+            return
+        store = f"the teacher store {self.store.folder}"
+        if reads == "teacher":
+            raise ConfigError(
+                f"{store} holds scores of the student's tokens: it was made without --own-tokenizer. Here the teacher "
+                f"has an aligner, so it reads its own tokens. {self.store.anew(own_tokenizer=True)}"
+            )
+        raise ConfigError(
+            f"{store} holds scores of the teacher's own tokens: it was made with --own-tokenizer. Here the teacher "
+            "has no aligner, so it reads the student's. Give it one, as an entry of `teachers` (objective csd). Or: "
+            f"{self.store.anew(own_tokenizer=False)}"
+        )
 
     def _teacher_text(self, header: Header, tokenizer: Any, prompts: Any) -> TeacherText:
         found = prompt_settings(prompts)
         if found != (header.prompts or None):
             raise ConfigError(
                 f"prompts of the teacher are {found} here and {header.prompts} in the teacher store "
-                f"{self.store.folder}. Pass the PromptConfig that it was made with, or score again: {self.store.anew}"
+                f"{self.store.folder}. Pass the PromptConfig that it was made with, or score again. "
+                f"{self.store.anew()}"
             )
         return TeacherText(
             tokenizer=tokenizer,

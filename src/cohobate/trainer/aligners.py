@@ -70,7 +70,7 @@ def aligner_of(
         None if text is None else TeacherReader(text, tokenizer, eos_token_ids=eos_token_ids, privileged=privileged)
         for text in texts
     ]
-    return OwnTokenizersAligner(same=same, readers=tuple(readers))
+    return OwnTokenizersAligner(same=same, readers=tuple(readers), routing=getattr(teacher, "routing", None))
 
 
 def without_pairs(token_id: int) -> AlignedBatch:
@@ -97,13 +97,14 @@ class SameTokenizerAligner:
     decode: Any  # the student's, for privileged contexts that read the completion
     pad_token_id: int
 
-    def read(self, rolled: RolledOut) -> "SameTokenizerReading":
+    def read(self, rolled: RolledOut, *, needed: Sequence[bool] | None = None) -> "SameTokenizerReading":
+        """`needed`: of each row whether a teacher reads it in these tokens; None: of all."""
         if self.privileged is None:
             prefixes = [row.prompt_ids for row in rolled.rows]
         else:
             prefixes = [
-                self.privileged(row, _view(ids, self.decode))
-                for row, ids in zip(rolled.rows, completion_ids(rolled.rollout), strict=True)
+                self.privileged(row, view) if needed is None or needed[i] else row.prompt_ids
+                for i, (row, view) in enumerate(zip(rolled.rows, _views(rolled, self.decode), strict=True))
             ]
         return SameTokenizerReading(rolled=rolled, prefixes=prefixes, pad_token_id=self.pad_token_id)
 
@@ -146,45 +147,62 @@ class OwnTokenizersAligner:
 
     same: SameTokenizerAligner  # makes the student's side, and that of a teacher that reads the student's tokens
     readers: tuple[TeacherReader | None, ...]  # None: a teacher that does
+    routing: Any = None  # `(row, sample_id) -> number of the teacher that reads it`, with `check`; None: all do
 
     def read(self, rolled: RolledOut) -> "OwnTokenizersReading":
-        completions = completion_ids(rolled.rollout)
+        completions = _views(rolled, self.same.decode)
+        routed = None if self.routing is None else tuple(self.routing(row.row, row.sample_id) for row in rolled.rows)
         read = tuple(
-            None if reader is None else self._read(reader, rolled.rows, completions) for reader in self.readers
+            None if reader is None else self._read(reader, rolled.rows, completions, _chosen(routed, i))
+            for i, reader in enumerate(self.readers)
         )
-        return OwnTokenizersReading(same=self.same.read(rolled), read=read, pad_token_ids=self._pads())
+        needed = None if routed is None else [self.readers[i] is None for i in routed]
+        same = self.same.read(rolled, needed=needed)
+        return OwnTokenizersReading(same=same, read=read, pad_token_ids=self._pads(), routed=routed)
 
     def _read(
-        self, reader: TeacherReader, rows: Sequence[PromptRow], completions: Sequence[tuple[int, ...]]
-    ) -> list[TeacherTokens]:
+        self,
+        reader: TeacherReader,
+        rows: Sequence[PromptRow],
+        completions: Sequence[CompletionView],
+        chosen: Sequence[bool] | None,
+    ) -> list[TeacherTokens | None]:
+        """What one teacher reads of each row; None for one that is not `chosen`."""
         prompts: dict[str, tuple[int, ...]] = {}  # of rows with several completions written once
-        found = []
-        for row, ids in zip(rows, completions, strict=True):
+        found: list[TeacherTokens | None] = []
+        for i, (row, completion) in enumerate(zip(rows, completions, strict=True)):
+            if chosen is not None and not chosen[i]:
+                found.append(None)
+                continue
             if reader.reads_completion:
-                prompt = reader.prompt_ids(row, _view(ids, self.same.decode))
+                prompt = reader.prompt_ids(row, completion)
             elif row.sample_id in prompts:
                 prompt = prompts[row.sample_id]
             else:
                 prompt = prompts[row.sample_id] = reader.prompt_ids(row)
-            found.append(reader(row, ids, prompt))
+            found.append(reader(row, completion.ids, prompt))
         return found
 
     def without_pairs(self, token_id: int) -> AlignedBatch:
+        rows = None if self.routing is None else ()
         sides = tuple(
-            empty_side(token_id, same_tokenizer=True)
+            empty_side(token_id, same_tokenizer=True, rows=rows)
             if reader is None
-            else empty_side(reader.pad_token_id, same_tokenizer=False)
+            else empty_side(reader.pad_token_id, same_tokenizer=False, rows=rows)
             for reader in self.readers
         )
         return replace(without_pairs(token_id), teacher=sides[0], teachers=sides)
 
     def check(self, rows: Sequence[PromptRow]) -> None:
-        """Writes each teacher's prompt of the first row of every kind."""
-        first: dict[type, PromptRow] = {}
-        for row in rows:
-            first.setdefault(type(None if row.source is None else row.source.prompt), row)
-        for reader in self.readers:
+        """Finds each row's teacher, and writes each teacher's prompt of the first row of every kind that it reads."""
+        if self.routing is not None:
+            self.routing.check([(row.sample_id, row.row) for row in rows])
+        for i, reader in enumerate(self.readers):
             if reader is not None and not reader.reads_completion:
+                first: dict[type, PromptRow] = {}
+                for row in rows:
+                    if self.routing is None or self.routing(row.row, row.sample_id) == i:
+                        first.setdefault(type(None if row.source is None else row.source.prompt), row)
                 for row in first.values():
                     reader.prompt_ids(row)
 
@@ -197,22 +215,42 @@ class OwnTokenizersReading:
     """A step with what each teacher reads of each row."""
 
     same: SameTokenizerReading
-    read: tuple[list[TeacherTokens] | None, ...]
+    read: tuple[list[TeacherTokens | None] | None, ...]  # of each teacher; None: the student's tokens
     pad_token_ids: tuple[int, ...]
+    routed: tuple[int, ...] | None = None  # the one teacher that reads each row; None: all do
 
     @property
     def lengths(self) -> list[tuple[int, ...]]:
+        """A row has no tokens for a teacher that does not read it."""
         same = self.same.lengths
         return [
-            (student, *(shared if rows is None else len(rows[r].ids) for rows in self.read))
+            (student, *(self._length(i, r, shared) for i in range(len(self.read))))
             for r, (student, shared) in enumerate(same)
         ]
 
+    def _length(self, teacher: int, row: int, shared: int) -> int:
+        if self.routed is not None and self.routed[row] != teacher:
+            return 0
+        read = self.read[teacher]
+        tokens = None if read is None else read[row]
+        return shared if tokens is None else len(tokens.ids)
+
     def batch(self, rows: Sequence[int]) -> AlignedBatch:
-        read = [None if side is None else [side[r] for r in rows] for side in self.read]
-        return with_teachers(self.same.batch(rows), read, pad_token_ids=self.pad_token_ids)
+        read = [None if side is None else [t for r in rows if (t := side[r]) is not None] for side in self.read]
+        rows_of = None
+        if self.routed is not None:
+            rows_of = [[b for b, r in enumerate(rows) if self.routed[r] == i] for i in range(len(self.read))]
+        return with_teachers(self.same.batch(rows), read, pad_token_ids=self.pad_token_ids, rows_of=rows_of)
 
 
-def _view(ids: tuple[int, ...], decode: Any) -> CompletionView:
-    """What a privileged context may react to."""
-    return CompletionView(ids=ids, text=decode(ids, skip_special_tokens=True))
+def _chosen(routed: Sequence[int] | None, teacher: int) -> list[bool] | None:
+    return None if routed is None else [i == teacher for i in routed]
+
+
+def _views(rolled: RolledOut, decode: Any) -> list[CompletionView]:
+    """What a privileged context may react to, of each row."""
+    completions = completion_ids(rolled.rollout)
+    return [
+        CompletionView(ids=ids, text=decode(ids, skip_special_tokens=True), lesson=lesson)
+        for ids, lesson in zip(completions, rolled.lessons or [None] * len(completions), strict=True)
+    ]

@@ -11,6 +11,7 @@ from transformers.utils import logging
 from cohobate.align.rollout import AlignedBatch
 from cohobate.errors import NonFiniteError
 from cohobate.objectives import ObjectiveOutput
+from cohobate.parallel.world import current_world
 
 logger = logging.get_logger(__name__)
 
@@ -95,7 +96,8 @@ def alignment_notice(metrics: Mapping[str, float]) -> str | None:
 
 
 def warn_once(said: set[str], message: str | None) -> None:
-    """Log a notice the first time it appears."""
+    """Log a notice the first time it appears; every rank has the same one, and the first logs it."""
     if message is not None and message not in said:
         said.add(message)
-        logger.warning(message)
+        if current_world().rank == 0:
+            logger.warning(message)

@@ -16,7 +16,7 @@ PAPERS: dict[str, tuple[str, str]] = {
     "iw_opd": ("IW-OPD", "2606.22600"),
     "opsd": ("OPSD: on-policy self-distillation", "2601.18734"),
     "sdft": ("SDFT: self-distillation fine-tuning", "2601.19897"),
-    "sdpo": ("SDPO", "2601.20802"),
+    "sdpo": ("Reinforcement Learning via Self-Distillation", "2601.20802"),
     "xtoken": ("X-Token: Projection-Guided Cross-Tokenizer Knowledge Distillation", "2605.21699"),
 }
 _PACKAGES = ("cohobate", "torch", "transformers", "accelerate", "tokenizers", "datasets", "peft")

@@ -14,6 +14,7 @@ from cohobate.align.rollout import AlignedBatch, SamplingConfig
 from cohobate.data import PromptRow
 from cohobate.objectives import ObjectiveOutput
 from cohobate.parallel.world import all_reduce_max, current_world
+from cohobate.trainer.lessons import taught
 from cohobate.trainer.metrics import MetricSums, add_alignment_metrics, add_rollout_metrics
 from cohobate.trainer.rolled_out import RolledOut, completion_ids
 from cohobate.trainer.step import StepAssembler
@@ -39,6 +40,7 @@ class Evaluation:
     grader: Grader | None
     score: Callable[[AlignedBatch], ObjectiveOutput] | None
     counts: Callable[[AlignedBatch], dict[str, float]]
+    with_lessons: Callable[[RolledOut, MetricSums], RolledOut] | None = None  # None: no group is sampled
 
     def __call__(self, rows: Sequence[PromptRow]) -> dict[str, float]:
         """Metrics over the rows of all ranks; `rows` are this rank's. Every rank must call it."""
@@ -62,7 +64,9 @@ class Evaluation:
             if self.grader is not None:
                 self._grade(sums, rolled, self.grader)
             if self.score is not None:
-                aligned = self.assembler.align(rolled)
+                rolled = rolled if self.with_lessons is None else self.with_lessons(rolled, sums)
+                trained = taught(rolled)
+                aligned = self.assembler.align(rolled if trained is None else rolled.select(trained))
                 add_alignment_metrics(sums, aligned)
                 for batch in aligned:
                     self._add(batch, self.score(batch), sums, terms)

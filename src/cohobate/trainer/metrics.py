@@ -93,17 +93,27 @@ def _rates(summed: dict[str, float], largest: dict[str, float], elapsed: float) 
 
 
 def add_rollout_metrics(
-    sums: MetricSums, rollout: RolloutBatch, is_sampled: Tensor, *, eos_token_ids: tuple[int, ...], max_new_tokens: int
+    sums: MetricSums,
+    rollout: RolloutBatch,
+    is_sampled: Tensor,
+    *,
+    eos_token_ids: tuple[int, ...],
+    max_new_tokens: int,
+    trained: Sequence[int] | None = None,
 ) -> None:
-    """Completion lengths and how they ended, sampled and recorded rows apart. All names appear on every rank."""
+    """Completion lengths and how they ended, sampled and recorded rows apart. All names appear on every rank.
+
+    `trained` are the rows that are not left out of the step (None: all); `rows/*` are about these.
+    """
     columns = torch.arange(rollout.input_ids.shape[1], device=rollout.input_ids.device)
     chosen = completion_mask(rollout)
     lengths = chosen.sum(1)
     last = torch.where(chosen, columns, 0).amax(1)
     last_ids = rollout.input_ids.gather(1, last[:, None]).squeeze(1)
     ended = (lengths > 0) & torch.isin(last_ids, torch.tensor(eos_token_ids, device=last_ids.device))
-    sums.add("rows/without_pair", (lengths == 0).sum(), lengths.numel())
-    sums.add("rows/pairs", lengths.sum(), lengths.numel())  # mean pairs of a row
+    kept = lengths if trained is None else lengths[list(trained)]
+    sums.add("rows/without_pair", (kept == 0).sum(), kept.numel())
+    sums.add("rows/pairs", kept.sum(), kept.numel())  # mean pairs of a row
     for prefix, rows in (("completion/", is_sampled), ("completion/recorded_", ~is_sampled)):
         some, stopped = lengths[rows], ended[rows]
         sums.add(f"{prefix}mean_length", some.sum(), some.numel())
@@ -125,11 +135,10 @@ def add_policy_metrics(sums: MetricSums, rolled: RolledOut, *, step: int, max_st
 def add_alignment_metrics(sums: MetricSums, batches: Sequence[AlignedBatch]) -> None:
     """How much of the completions teachers with their own tokenizers say nothing about, averaged over them."""
     for batch in batches:
-        pairs = torch.bincount(batch.row, minlength=batch.num_rows)
-        for outside, chunks in unaligned(batch):
+        named = torch.tensor([bool(name) for name in batch.sample_ids])  # a rank without rows runs one without a name
+        for rows, pairs, outside, chunks in unaligned(batch):
             sums.add("align/unaligned_student_share", outside.sum(), pairs.sum())
-            num_rows = sum(bool(name) for name in batch.sample_ids)  # a rank without rows runs one without a name
-            sums.add("align/rows_without_chunk", ((chunks == 0) & (pairs > 0)).sum(), num_rows)
+            sums.add("align/rows_without_chunk", ((chunks == 0) & (pairs > 0)).sum(), named[rows].sum())
 
 
 class MetricsFile(TrainerCallback):
@@ -187,7 +196,7 @@ class MetricsFile(TrainerCallback):
 def completion_columns(rolled: RolledOut, decode: Callable[..., str], *, step: int) -> dict[str, list[Any]]:
     """Prompts and completions of one step as text and ids, a column each."""
     completions = completion_ids(rolled.rollout)
-    return {
+    columns: dict[str, list[Any]] = {
         "step": [step] * len(rolled.rows),
         "sample_id": [row.sample_id for row in rolled.rows],
         "is_sampled": rolled.is_sampled.tolist(),
@@ -195,6 +204,10 @@ def completion_columns(rolled: RolledOut, decode: Callable[..., str], *, step: i
         "completion": [decode(ids) for ids in completions],
         "completion_ids": [list(ids) for ids in completions],
     }
+    if rolled.lessons is not None:
+        for name in ("score", "demonstration", "feedback"):
+            columns[name] = [getattr(lesson, name) for lesson in rolled.lessons]
+    return columns
 
 
 def write_completions(path: Path, columns: dict[str, list[Any]]) -> None:

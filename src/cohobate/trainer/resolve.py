@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from cohobate.data import PromptConfig, PromptEncoder, PromptRow
+from cohobate.data import LessonConfig, PromptConfig, PromptEncoder, PromptRow
 from cohobate.errors import ConfigError, DataError, MissingExtra
 from cohobate.objectives import DivergenceObjective, Objective
+from cohobate.rollouts import LocalRollouts, RolloutSource
 from cohobate.teachers import (
     AdapterOffTeacher,
     FrozenTeacher,
@@ -24,9 +25,12 @@ from cohobate.teachers.packing import check_packing
 from cohobate.trainer.aligners import Aligner
 from cohobate.trainer.card import RunDescription
 from cohobate.trainer.config import DistillationConfig
+from cohobate.trainer.rolled_out import recorded
 from cohobate.vocab import check_config_vocab_size, check_same_vocabulary, real_vocab_size
 
 logger = logging.get_logger(__name__)
+
+_ROWS_AT_A_TIME = 256  # that are aligned to be held against a store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,10 +262,13 @@ def check_readable(aligner: Aligner, *given: Any) -> None:
             aligner.check(rows.rows)
 
 
-def check_recorded(teacher: Any, args: DistillationConfig, *given: Any) -> None:
+def check_recorded(teacher: Any, args: DistillationConfig, aligner: Aligner, pad_token_id: int, *given: Any) -> None:
     """A teacher that knows recorded completions alone needs rows that have one, and knows them all; or now, not later.
 
-    `given`: sets of rows, as for `check_readable`.
+    Known is a row by every token that the teacher would read of it, so each is aligned here as the run will align it.
+
+    Args:
+        given: sets of rows, as for `check_readable`.
     """
     if not getattr(teacher, "recorded_only", False):
         return
@@ -276,7 +283,9 @@ def check_recorded(teacher: Any, args: DistillationConfig, *given: Any) -> None:
         without = next((row.sample_id for row in rows.rows if row.completion_ids is None), None)
         if without is not None:
             raise DataError(f"row {without!r} has no recorded completion, and {name} knows no other.")
-        teacher.check_rows([row.sample_id for row in rows.rows])
+        for start in range(0, len(rows), _ROWS_AT_A_TIME):
+            part = rows.rows[start : start + _ROWS_AT_A_TIME]
+            teacher.check_batch(aligner.read(recorded(part, pad_token_id)).batch(range(len(part))))
 
 
 def labels_notice(objective: Objective, args: DistillationConfig, rows: Rows | None) -> str | None:
@@ -293,6 +302,22 @@ def labels_notice(objective: Objective, args: DistillationConfig, rows: Rows | N
     )
 
 
+def calls_notice(objective: Objective, args: DistillationConfig) -> str | None:
+    """What to say where something is chosen in each micro-batch anew, and a step has several."""
+    scaling, chosen = (getattr(objective, name, None) for name in ("dynamic_scaling", "chosen_over"))
+    named = ["dynamic_scaling='call'"] if scaling == "call" else []
+    named += ["chosen_over='call'"] if chosen == "call" and getattr(objective, "chooses", False) else []
+    cut = {"gradient_accumulation_steps": args.gradient_accumulation_steps, "token_budget": args.token_budget}
+    cut = [f"{name}={value}" for name, value in cut.items() if value not in (None, 1)]
+    if not named or not cut:
+        return None
+    return (
+        f"{' and '.join(named)} decides in each micro-batch for itself, and {' and '.join(cut)} cuts a step into "
+        "several: loss and gradient depend on how. For a result that does not, set dynamic_scaling='previous_step' "
+        "and chosen_over='step', or let a step be one micro-batch."
+    )
+
+
 def packing(student_model: nn.Module, teacher: Any) -> None:
     """Every model of the run packs its rows from now on; `ConfigError` for one that cannot."""
     check_packing(student_model, "student")
@@ -301,13 +326,45 @@ def packing(student_model: nn.Module, teacher: Any) -> None:
         pack("teacher")
 
 
+def check_top_k(objective: Any, width: int | None) -> None:
+    """A divergence over k ids needs so many in the vocabulary; a wrapper's is that of the objective inside."""
+    while (inner := getattr(objective, "objective", None)) is not None:
+        objective = inner
+    k = getattr(objective, "top_k", None)
+    if isinstance(k, int) and width is not None and k > width:
+        raise ConfigError(f"top_k={k} is more than the {width} ids of the vocabulary. Lower it, or leave it out.")
+
+
+def check_lessons(lessons: LessonConfig | None, args: DistillationConfig, rows: Rows | None) -> None:
+    """A teacher that sees something of a group needs groups, of the student's own completions, that can be graded."""
+    if lessons is None:
+        return
+    if args.on_policy_fraction < 1:
+        raise ConfigError(
+            f"lessons are made of completions that the student samples, but on_policy_fraction="
+            f"{args.on_policy_fraction} takes recorded ones too. Set it to 1."
+        )
+    if args.num_generations == 1 and lessons.needs_peers:
+        raise ConfigError(
+            "num_generations=1 leaves every completion alone in its group, so none could be shown another's success. "
+            "Set num_generations to 2 or more (8 is usual), or give the lessons a feedback."
+        )
+    for row in () if rows is None else rows.rows:
+        if row.source is None:
+            raise DataError(
+                f"row {row.sample_id!r} is a `text` row and asks nothing, so there is no question that a teacher "
+                "could read with a lesson in it. Give such rows as `prompt`."
+            )
+    lessons.check_rows([] if rows is None else [row.row for row in rows.rows])
+
+
 def check_importance_ratio(objective: Objective, args: DistillationConfig) -> None:
     """Reusing rollouts needs an importance ratio, and a ratio needs the draw and the loss to speak of one policy."""
     if args.num_iterations > 1 and getattr(objective, "needs_fresh_rollouts", True):
         raise ConfigError(
             f"num_iterations={args.num_iterations} trains several steps on rollouts of an older policy, and "
             f"{type(objective).__name__} has no importance ratio for it. Use PolicyGradientObjective with "
-            "clip_epsilon, or num_iterations=1."
+            "clip_epsilon, ImportanceWeightedObjective (importance_clip in a recipe), or num_iterations=1."
         )
     if not getattr(objective, "needs_sampler_logprobs", False):
         return
@@ -318,7 +375,8 @@ def check_importance_ratio(objective: Objective, args: DistillationConfig) -> No
         if found != needed:
             raise ConfigError(
                 f"the importance ratio of {type(objective).__name__} compares the policy that drew a token with the "
-                f"one that is trained: {name} must be {needed}, got {found}. Change it, or leave clip_epsilon out."
+                f"one that is trained: {name} must be {needed}, got {found}. Change it, or leave the ratio out "
+                "(clip_epsilon, importance_clip)."
             )
 
 
@@ -339,6 +397,36 @@ def eos_token_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
 def pad_token_id(tokenizer: Any, eos: Sequence[int]) -> int:
     """Any id will do: padding is known from masks, never from ids."""
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
+
+
+def rollouts(
+    given: Any,
+    model: nn.Module,
+    args: DistillationConfig,
+    rows: Rows | None,
+    *,
+    ends: tuple[int, ...],
+    pad: int,
+    vocab_size: int | None,
+) -> RolloutSource:
+    """Who writes completions: the source that was given, one that a config builds, or the student's own `generate`."""
+    if given is None:
+        return LocalRollouts(model, eos_token_ids=ends, pad_token_id=pad, vocab_size=vocab_size)
+    if hasattr(given, "sample"):
+        return given
+    if not hasattr(given, "build"):
+        raise ConfigError(
+            f"rollouts must be a RolloutSource or a config with build(), got {type(given).__name__}; None is the "
+            "student's own generate."
+        )
+    return given.build(
+        model,
+        eos_token_ids=ends,
+        pad_token_id=pad,
+        vocab_size=vocab_size,
+        max_staleness=args.max_staleness,
+        canary_prompts=[row.prompt_ids or row.completion_ids for row in (() if rows is None else rows.rows[:8])],
+    )
 
 
 def describe(

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cohobate.align.rollout import RolloutBatch
+from cohobate.align.rollout import RolloutBatch, SamplingConfig
 from cohobate.align.rollout_ops import completion_mask, policy_versions, select_rows
-from cohobate.data import PromptRow
+from cohobate.data import Lesson, PromptRow, rollout_request
+from cohobate.rollouts import RecordedRollouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,7 @@ class RolledOut:
     rows: tuple[PromptRow, ...]  # [B] the data row of each completion
     is_sampled: Tensor  # [B] bool
     sampling_seconds: float
+    lessons: tuple[Lesson, ...] | None = None  # [B] what each completion's group teaches, in a run with lessons
 
     def select(self, rows: Sequence[int]) -> "RolledOut":
         """The given completions in the given order; what it took to sample them all stays as it was."""
@@ -28,6 +30,7 @@ class RolledOut:
             rollout=select_rows(self.rollout, rows),
             rows=tuple(self.rows[r] for r in rows),
             is_sampled=self.is_sampled[list(rows)],
+            lessons=None if self.lessons is None else tuple(self.lessons[r] for r in rows),
         )
 
     def stamped(self, step: int) -> "RolledOut":
@@ -41,6 +44,17 @@ class RolledOut:
         version = policy_versions(self.rollout)
         kept = (version < 0) | (version >= step - max_staleness)
         return self if bool(kept.all()) else self.select(kept.nonzero()[:, 0].tolist())
+
+
+def recorded(rows: Sequence[PromptRow], pad_token_id: int) -> RolledOut:
+    """The rows with their recorded completions; one without is taken as empty."""
+    source = RecordedRollouts([row.completion_ids or () for row in rows], pad_token_id=pad_token_id)
+    return RolledOut(
+        rollout=source.sample(rollout_request(rows, pad_token_id), SamplingConfig()),
+        rows=tuple(rows),
+        is_sampled=torch.zeros(len(rows), dtype=torch.bool),
+        sampling_seconds=0.0,
+    )
 
 
 def completion_ids(rollout: RolloutBatch) -> list[tuple[int, ...]]:

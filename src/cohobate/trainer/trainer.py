@@ -26,7 +26,6 @@ from cohobate.objectives import Objective, ObjectiveOutput, check_accepts, for_s
 from cohobate.parallel.gather import gather_rows
 from cohobate.parallel.modules import eval_mode
 from cohobate.parallel.world import all_reduce_sum, any_rank, current_world
-from cohobate.rollouts import LocalRollouts, RolloutSource
 from cohobate.teachers import check_head, dense_pair_scores, pair_scores
 from cohobate.teachers.packing import can_pack, packed_side
 from cohobate.trainer import resolve
@@ -35,6 +34,7 @@ from cohobate.trainer.canaries import FiniteCheck, alignment_notice, teacher_not
 from cohobate.trainer.card import RunDescription, model_card, write_model_card
 from cohobate.trainer.config import DistillationConfig
 from cohobate.trainer.evaluation import Evaluation, Grader, my_rows
+from cohobate.trainer.lessons import add_lesson_metrics, taught, with_lessons
 from cohobate.trainer.metrics import (
     MetricsFile,
     MetricSums,
@@ -44,6 +44,7 @@ from cohobate.trainer.metrics import (
     completion_columns,
     write_completions,
 )
+from cohobate.trainer.rolled_out import RolledOut
 from cohobate.trainer.sampler import WindowSampler
 from cohobate.trainer.signals import GracefulStop
 from cohobate.trainer.state import load_objective, load_state, save_objective, save_state
@@ -65,7 +66,8 @@ class DistillationTrainer(Trainer):
         eval_dataset: rows of the same kinds, or a dict of named row sets.
         processing_class: the student's tokenizer.
         objective: default `DivergenceObjective(beta, temperature=distill_temperature)`.
-        rollouts: default the student's own `generate`.
+        rollouts: a `RolloutSource`, a config with `build(student, ...)` (`VLLMRolloutsConfig`), or None for the
+            student's own `generate`.
         peft_config: wraps the student in an adapter.
         teacher_processing_class: the teacher's tokenizer; proves that both sides share id -> bytes. A teacher with
             another vocabulary brings its tokenizer itself: `OwnTokenizerTeacher`.
@@ -95,7 +97,7 @@ class DistillationTrainer(Trainer):
         eval_dataset: Any = None,
         processing_class: Any = None,
         objective: Objective | None = None,
-        rollouts: RolloutSource | None = None,
+        rollouts: Any = None,
         callbacks: list[TrainerCallback] | None = None,
         peft_config: Any = None,
         *,
@@ -136,17 +138,20 @@ class DistillationTrainer(Trainer):
         )
         check_accepts(self.objective, self.teacher)
         resolve.check_importance_ratio(self.objective, args)
+        resolve.check_top_k(self.objective, self.vocab_size or resolve.head_width(student))
+        self._lessons = None if privileged is None else privileged.lessons
+        resolve.check_lessons(self._lessons, args, train_rows)
         self.grader = grader
         self.eos_token_ids = resolve.eos_token_ids(student, tokenizer)
         pad = resolve.pad_token_id(tokenizer, self.eos_token_ids)
-        self.rollouts = rollouts or LocalRollouts(
-            student, eos_token_ids=self.eos_token_ids, pad_token_id=pad, vocab_size=self.vocab_size
+        self.rollouts = resolve.rollouts(
+            rollouts, student, args, train_rows, ends=self.eos_token_ids, pad=pad, vocab_size=self.vocab_size
         )
         aligner = aligner_of(
             self.teacher, tokenizer, privileged=privileged, eos_token_ids=self.eos_token_ids, pad_token_id=pad
         )
         resolve.check_readable(aligner, train_rows, self.eval_dataset)
-        resolve.check_recorded(self.teacher, args, train_rows, self.eval_dataset)
+        resolve.check_recorded(self.teacher, args, aligner, pad, train_rows, self.eval_dataset)
         self._assembler = StepAssembler(
             rollouts=self.rollouts,
             aligner=aligner,
@@ -167,6 +172,7 @@ class DistillationTrainer(Trainer):
         self._step_values = StepValues()
         self._said: set[str] = set()
         warn_once(self._said, resolve.labels_notice(self.objective, args, train_rows))
+        warn_once(self._said, resolve.calls_notice(self.objective, args))
         self._held: tuple[Window, int] | None = None  # a window of rollouts and how many more steps use it
         self._stop_requested = False
         self._description = resolve.describe(
@@ -220,14 +226,17 @@ class DistillationTrainer(Trainer):
             self._sums.add(name, total, count)
         add_policy_metrics(self._sums, rolled, step=step, max_staleness=self.args.max_staleness)
         rolled = rolled.fresh(step=step, max_staleness=self.args.max_staleness)
+        rolled = self._with_lessons(rolled, self._sums)
+        trained = taught(rolled)
         add_rollout_metrics(
             self._sums,
             rolled.rollout,
             rolled.is_sampled,
             eos_token_ids=self.eos_token_ids,
             max_new_tokens=self.args.max_completion_length,
+            trained=trained,
         )
-        aligned = self._assembler.align(rolled, at_least=num_groups)
+        aligned = self._assembler.align(rolled if trained is None else rolled.select(trained), at_least=num_groups)
         add_alignment_metrics(self._sums, aligned)
         window = Window(groups=spread(aligned, num_groups))
         if self.args.num_iterations > 1:
@@ -238,11 +247,27 @@ class DistillationTrainer(Trainer):
             write_completions(Path(str(self.args.output_dir), "completions", name), columns)
         return window
 
+    def _with_lessons(self, rolled: RolledOut, sums: MetricSums) -> RolledOut:
+        """With what each completion's group teaches, if the teacher's context is made of that."""
+        if self._lessons is None:
+            return rolled
+        rolled = with_lessons(rolled, self._lessons, self.processing_class.decode)
+        add_lesson_metrics(sums, rolled, self._lessons)
+        return rolled
+
     def _prepare_rollouts(self) -> None:
         """Let a source that samples elsewhere have the weights of now. Every rank comes here."""
         prepare = getattr(self.rollouts, "prepare", None)
         if prepare is not None:
             prepare(self.model_wrapped, self.state.global_step)
+
+    def try_rollouts(self) -> str:
+        """Let a source that samples elsewhere have the student's weights as they are; what came of it, to read."""
+        rollouts: Any = self.rollouts
+        if not hasattr(rollouts, "prepare"):
+            return "by the student itself"
+        rollouts.prepare(self.model, self.state.global_step)
+        return rollouts.describe() if hasattr(rollouts, "describe") else "prepared"
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of one group; returns its share of the global loss times the number of ranks."""
@@ -313,7 +338,8 @@ class DistillationTrainer(Trainer):
         The loss and `metric_for_best_model` are also there as transformers looks for them, `eval_<metric>`.
 
         On-policy methods sample a completion for every row; with `on_policy_fraction=0` the recorded ones are scored,
-        and completions are sampled only for a grader.
+        and completions are sampled only for a grader. A teacher that sees something of a group has none to see here:
+        such a run is only graded.
         """
         given = self.eval_dataset if eval_dataset is None else resolve.evaluation_rows(eval_dataset, self._encoder)
         if given is None:
@@ -328,7 +354,8 @@ class DistillationTrainer(Trainer):
         rows = [given[i] for i in my_rows(len(given))]
         self._prepare_rollouts()
         recorded = self.args.on_policy_fraction == 0 and all(row.completion_ids is not None for row in given.rows)
-        found = self._evaluation(recorded=recorded, score=True, grader=None if recorded else self.grader)(rows)
+        score = self._lessons is None
+        found = self._evaluation(recorded=recorded, score=score, grader=None if recorded else self.grader)(rows)
         if recorded and self.grader is not None:  # a grade needs an answer of the student's own
             found |= self._evaluation(recorded=False, score=False, grader=self.grader)(rows)
         metrics = {f"{metric_key_prefix}/{name}": value for name, value in found.items()}
@@ -339,7 +366,11 @@ class DistillationTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _evaluation(self, *, recorded: bool, score: bool, grader: Grader | None) -> Evaluation:
+    def _evaluation(
+        self, *, recorded: bool, score: bool, grader: Grader | None, as_trained: bool = False
+    ) -> Evaluation:
+        """`as_trained` samples and shows to the teacher what a training step would."""
+
         def scored(batch: AlignedBatch) -> ObjectiveOutput:
             with torch.no_grad(), eval_mode(self.model), self.compute_loss_context_manager():
                 student, teacher, moved = self._scores(self.model, batch)
@@ -347,12 +378,13 @@ class DistillationTrainer(Trainer):
 
         return Evaluation(
             assembler=self._assembler,
-            sampling=self.args.sampling(evaluation=True),
+            sampling=self.args.sampling(evaluation=not as_trained),
             eos_token_ids=self.eos_token_ids,
             batch_size=self.args.per_device_eval_batch_size,
             recorded=recorded,
             grader=grader,
             score=scored if score else None,
+            with_lessons=self._with_lessons if as_trained else None,
             counts=self.objective.counts,
         )
 
