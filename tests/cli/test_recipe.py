@@ -8,7 +8,15 @@ import pytest
 from pydantic import ValidationError
 
 from cohobate.cli.recipe import load_recipe, shipped_recipes
-from cohobate.cli.schema import MOVED, SAMPLING_FIELDS, CommonSupport, Projected, config_section, section_keys
+from cohobate.cli.schema import (
+    MOVED,
+    SAMPLING_FIELDS,
+    CommonSupport,
+    Projected,
+    as_in_recipe,
+    config_section,
+    section_keys,
+)
 from cohobate.errors import ConfigError
 from cohobate.objectives import CommonSupportObjective, ProjectedObjective
 from cohobate.trainer.card import PAPERS
@@ -23,9 +31,11 @@ NEEDS = {
     "iw_opd": GIVEN,
     "opsd": OWN_TEACHER,
     "sdft": OWN_TEACHER,
+    "sdpo": OWN_TEACHER,
     "opsd_smollm2": [],
     "csd": OTHER_TOKENIZER,
     "csd_multi_teacher": [*OTHER_TOKENIZER, "teachers.1.model=third"],
+    "multi_teacher": [*OTHER_TOKENIZER, "teachers.1.model=third", "route_by=domain", "teachers.0.routes=[math]"],
     "xtoken": OTHER_TOKENIZER,
     "stored": [*OWN_TEACHER, "teacher.path=store"],
     "server": [*OWN_TEACHER, "teacher.teacher_model_server_url=http://localhost:8000"],
@@ -33,6 +43,7 @@ NEEDS = {
 UNPUBLISHED = (
     "csd",
     "csd_multi_teacher",
+    "multi_teacher",
     "stored",
     "server",
 )  # of CSD we know no paper, the others are ways, not methods
@@ -255,7 +266,10 @@ def test_an_entry_of_a_list_is_changed_by_its_number_and_the_next_one_is_added()
         (["teachers.0.aligner=null"], "teachers[0] without an aligner reads the student's own tokens"),
         (["teacher={kind: frozen}"], "this recipe has `teachers`, a list: write teachers.0.model=DIR"),
         (["teachers=[]"], "objective.kind csd reads `teachers`, a list with an entry for each"),
-        (["objective={kind: divergence}"], "`teachers` goes with objective.kind csd or xtoken, not with divergence"),
+        (
+            ["objective={kind: divergence}"],
+            "`teachers` goes with objective.kind csd, xtoken or multi_teacher, not with",
+        ),
         (["objective={kind: xtoken}"], "objective.kind xtoken needs teachers[0].aligner.projection, got subtokens"),
     ],
 )
@@ -276,6 +290,29 @@ def test_x_token_reads_whole_rows():
     ("section", "part"), [(CommonSupport, CommonSupportObjective), (Projected, ProjectedObjective)]
 )
 def test_the_defaults_of_an_objective_over_teachers_are_its_own(section: Any, part: Any):
-    own = {f.name: f.default for f in dataclasses.fields(part) if f.repr and f.name not in ("weights", "modes")}
+    own = {
+        f.name: f.default for f in dataclasses.fields(part) if f.repr and f.name not in ("weights", "modes", "routed")
+    }
     own["distill_temperature"] = own.pop("temperature")
     assert {name: field.default for name, field in section.model_fields.items() if name != "kind"} == own
+
+
+@pytest.mark.parametrize(
+    ("message", "wanted"),
+    [
+        (
+            "packing fills micro-batches up to token_budget, the tokens of one pass: set it too.",
+            "training.packing fills micro-batches up to training.token_budget, the tokens of one pass: set it too.",
+        ),
+        ("top_k must be >= 0, got -1.", "sampling.top_k must be >= 0, got -1."),
+        ("beta must be in [0, 1], got 2.", "objective.beta must be in [0, 1], got 2."),
+        ("num_iterations=2 needs max_steps.", "sampling.num_iterations=2 needs training.max_steps."),
+        ("set sampling.num_iterations, or top_k=3.", "set sampling.num_iterations, or top_k=3."),
+        ("row 'max_steps', per-max_steps: turn packing off.", "row 'max_steps', per-max_steps: turn packing off."),
+        ("hub_token must be secret, no_such_field too.", "hub_token must be secret, no_such_field too."),
+        ("", ""),
+    ],
+)
+def test_a_message_about_a_setting_of_the_trainer_names_its_place_in_a_recipe(message: str, wanted: str):
+    assert as_in_recipe(message) == wanted
+    assert as_in_recipe(wanted) == wanted

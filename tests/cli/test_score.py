@@ -160,7 +160,7 @@ def test_a_privileged_teacher_is_scored_as_the_run_will_ask_it(score: Any, tmp_p
         trainer(tmp_path, LocalTeacher(load_model("big"), vocab_size=len(STUDENT)), kept, **options),
     )
     with pytest.raises(DataError, match=r"row '.*' is in the teacher store store, but with other tokens.*--recipe my"):
-        trainer(tmp_path, stored, DivergenceObjective(beta=0.5), held_out=ROWS).train()
+        trainer(tmp_path, stored, DivergenceObjective(beta=0.5), held_out=ROWS)
 
 
 RECIPE = """
@@ -283,10 +283,11 @@ def test_a_changed_row_is_found_by_the_run_and_the_command_that_is_named_mends_i
     write_rows(Path("rows.jsonl"), named)
     assert score(*BASE[:-4], "-o", "second", "-k", "6")[0] == 0
     changed = [{**row, "completion": row["completion"] + "1"} if i == 7 else row for i, row in enumerate(named)]
-    run = trainer(tmp_path, StoredTeacher("second", STUDENT), DivergenceObjective(), rows=changed)
     with pytest.raises(DataError, match=r"row 'r7' is in the teacher store second, but with other tokens") as caught:
-        run.train()
-    command = str(caught.value).split("new folder: ")[1].split()
+        trainer(tmp_path, StoredTeacher("second", STUDENT), DivergenceObjective(), rows=changed)
+    said, command = str(caught.value).split(", with its files in place of rows.jsonl, held_out.jsonl: ")
+    assert said.endswith("Score what this run reads into a new folder")
+    command = command.split()
     assert command[:2] == ["cohobate", "score"]
     Path("rows.jsonl").unlink()
     write_rows(Path("rows.jsonl"), changed)
@@ -301,7 +302,7 @@ def test_a_run_that_samples_is_told_that_a_store_cannot_know_it(score: Any, tmp_
         trainer(tmp_path, stored, DivergenceObjective(), on_policy_fraction=1.0)
     with pytest.raises(DataError, match=r"has no recorded completion, and StoredTeacher knows no other"):
         trainer(tmp_path, stored, DivergenceObjective(), rows=[{"prompt": ROWS[0]["prompt"]}] * 4)
-    with pytest.raises(DataError, match=r"rows are not in the teacher store store, the first is"):
+    with pytest.raises(DataError, match=r"row .* is not in the teacher store store"):
         trainer(tmp_path, stored, DivergenceObjective(), held_out=[{"prompt": "1", "completion": "2"}])
 
 

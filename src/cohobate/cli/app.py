@@ -7,10 +7,8 @@ a library), and then it is shown whole, because hiding it would help nobody.
 
 import os
 import sys
-import textwrap
 from collections.abc import Sequence
 from importlib.metadata import version
-from shutil import get_terminal_size
 from typing import Annotated
 
 import typer
@@ -19,6 +17,7 @@ from cohobate.cli.align import align
 from cohobate.cli.demo import demo
 from cohobate.cli.doctor import doctor
 from cohobate.cli.evaluate import evaluate
+from cohobate.cli.said import plain_warnings, say_error
 from cohobate.cli.score import score
 from cohobate.cli.train import train
 from cohobate.cli.vocabularies import projection, subtokens
@@ -96,13 +95,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    try:
-        app(args=arguments)
-    except CohobateError as error:
-        if TRACEBACK in arguments:
-            raise
-        print(error_paragraph(str(error)), file=sys.stderr)
-        sys.exit(exit_code(error))
+    with plain_warnings():
+        try:
+            app(args=arguments)
+        except CohobateError as error:
+            if TRACEBACK in arguments:
+                raise
+            say_error(str(error))
+            sys.exit(exit_code(error))
 
 
 def exit_code(error: CohobateError) -> int:
@@ -111,12 +111,3 @@ def exit_code(error: CohobateError) -> int:
     if isinstance(error, ServerUnreachable):
         return TRY_AGAIN
     return WRONG_USAGE if isinstance(error, ConfigError | MissingExtra | VocabularyMismatch) else FAILED
-
-
-def error_paragraph(text: str) -> str:
-    """`Error: …` wrapped to the terminal; to a file, one line for each paragraph so that it can be searched."""
-    lines = f"Error: {text}".splitlines()
-    if not sys.stderr.isatty():
-        return "\n".join(lines)
-    width = max(40, get_terminal_size().columns)
-    return "\n".join(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines)

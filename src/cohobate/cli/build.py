@@ -9,17 +9,19 @@ from typing import Any, cast
 from cohobate.cli import schema
 from cohobate.cli.build_teachers import build_teacher, build_teachers, load_arguments, server_support_of
 from cohobate.cli.recipe import LoadedRecipe
-from cohobate.data import PrivilegedContext, load_rows
+from cohobate.data import CompletionView, PrivilegedContext, load_rows
 from cohobate.data.graders import expected_answer, grader_named
 from cohobate.data.reasoning_gym import reasoning_gym_splits
-from cohobate.errors import CohobateError, ConfigError, MissingExtra
+from cohobate.errors import CohobateError, ConfigError, DataError, MissingExtra
 from cohobate.objectives import (
     CrossEntropyObjective,
     DivergenceObjective,
+    ImportanceWeightedObjective,
     Objective,
     PolicyGradientObjective,
     TokenSelectionObjective,
 )
+from cohobate.rollouts import VLLMRolloutsConfig
 from cohobate.teachers.load import load_model, load_tokenizer
 from cohobate.trainer.card import RunDescription
 from cohobate.trainer.config import DistillationConfig
@@ -40,11 +42,13 @@ def build_trainer(
         )
     student = load_model(recipe.student.model, **load_arguments(recipe.student))
     tokenizer = load_tokenizer(recipe.student.tokenizer or recipe.student.model)
-    given_teacher, teacher_tokenizer = build_teacher(recipe, tokenizer)
+    given_teacher, teacher_tokenizer = build_teacher(recipe, tokenizer, loaded.words)
     args = config(recipe, evaluates=eval_rows is not None, resume=resume)
     own_objective = objective(recipe.objective, recipe.teacher)
-    if isinstance(recipe.objective, schema.CommonSupport | schema.Projected):
-        given_teacher, own_objective = build_teachers(recipe.teachers, recipe.objective, tokenizer, args.device)
+    if isinstance(recipe.objective, schema.OfTeachers):
+        given_teacher, own_objective = build_teachers(
+            recipe.teachers, recipe.objective, tokenizer, args.device, recipe.routing, loaded.words
+        )
     try:
         trainer = DistillationTrainer(
             model=student,
@@ -54,6 +58,7 @@ def build_trainer(
             eval_dataset=eval_rows,
             processing_class=tokenizer,
             objective=own_objective,
+            rollouts=rollouts(recipe.rollouts),
             callbacks=callbacks,
             peft_config=None if recipe.student.lora is None else lora_config(recipe.student.lora),
             teacher_processing_class=teacher_tokenizer,
@@ -62,7 +67,9 @@ def build_trainer(
             grader=None if recipe.eval.grader is None else grader_named(recipe.eval.grader),
             description=description(loaded, args),
         )
-    except CohobateError:
+    except CohobateError as problem:
+        if type(problem) in (ConfigError, DataError):
+            raise type(problem)(schema.as_in_recipe(str(problem))) from problem
         raise
     except (ValueError, ImportError) as problem:  # transformers and PEFT check what they are given
         raise ConfigError(" ".join(str(problem).split())) from problem
@@ -83,6 +90,11 @@ def _check_privileged(recipe: schema.Recipe, tokenizer: Any, trainer: Distillati
     if recipe.data.privileged is None:
         return
     context = PrivilegedContext(tokenizer, recipe.data.privileged)
+    lessons = recipe.data.privileged.lessons
+    if lessons is not None:  # there is no completion yet: a short one shows whether the template fits the rows
+        for row in cast(Any, trainer.train_dataset) or ():
+            context(row, CompletionView(ids=(), text="", lesson=lessons.example()))
+        return
     for dataset in (trainer.train_dataset, trainer.eval_dataset):
         for row in cast(Any, dataset) or ():
             context(row)
@@ -118,8 +130,8 @@ def config(recipe: schema.Recipe, *, evaluates: bool, resume: bool = False) -> D
         settings.setdefault("eval_on_start", True)
     try:
         return DistillationConfig(**settings)
-    except ConfigError:
-        raise
+    except ConfigError as problem:
+        raise ConfigError(schema.as_in_recipe(str(problem))) from problem
     except (ValueError, TypeError, ImportError) as problem:  # transformers checks its own fields
         raise ConfigError(f"training: {' '.join(str(problem).split())}") from problem
 
@@ -154,8 +166,12 @@ def objective(section: schema.Objective, of: schema.Teacher | None = None) -> Ob
                 clip=section.clip,
                 clip_limit=section.clip_limit,
                 top_k=section.top_k,
+                top_k_of=section.top_k_of,
                 tail=tail,
             )
+            if section.importance_clip is not None:
+                weighted = ImportanceWeightedObjective(objective=own, clip=section.importance_clip)
+                return _selected(weighted, section.select)
             if section.select is None and own == DivergenceObjective(beta=own.beta, temperature=own.temperature):
                 return None
             return _selected(own, section.select)
@@ -170,6 +186,14 @@ def objective(section: schema.Objective, of: schema.Teacher | None = None) -> Ob
             return CrossEntropyObjective()
         case _:  # made in `several`, where the teachers' vocabularies are known
             return None
+
+
+def rollouts(section: schema.Rollouts) -> VLLMRolloutsConfig | None:
+    """What builds the source of completions; None is the student's own `generate`."""
+    if isinstance(section, schema.LocalRollouts):
+        return None
+    settings = section.model_dump(exclude={"kind", "served_model_name"})
+    return VLLMRolloutsConfig(model=section.served_model_name, **settings)
 
 
 def _selected(own: Objective, select: schema.TokenSelection | None) -> Objective:

@@ -5,9 +5,12 @@ Whether tokenizers belong together is proven here, where the recipe's names for 
 teacher is asked for anything.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cohobate.cli import schema
 from cohobate.errors import CohobateError, ConfigError, VocabularyMismatch
@@ -19,6 +22,7 @@ from cohobate.teachers import (
     LiveTeacher,
     LocalTeacher,
     OwnTokenizerTeacher,
+    Routing,
     ServerTeacher,
     SeveralTeachers,
     StoredTeacher,
@@ -29,10 +33,11 @@ from cohobate.teachers.server_support import ServerSupport, server_support
 from cohobate.vocab import Projection, SubtokenTables, check_same_vocabulary, fingerprint, real_vocab_size
 
 
-def build_teacher(recipe: schema.Recipe, tokenizer: Any) -> tuple[Any, Any]:
+def build_teacher(recipe: schema.Recipe, tokenizer: Any, words: Sequence[str] = ()) -> tuple[Any, Any]:
     """What `DistillationTrainer` takes as a teacher, and its tokenizer if it has one of its own.
 
-    `tokenizer` is the student's, whose ids a store or a server is asked for.
+    `tokenizer` is the student's, whose ids a store or a server is asked for. `words`: the recipe's name and changes,
+    for the command that makes a store anew.
     """
     section = recipe.teacher
     match section:
@@ -50,7 +55,9 @@ def build_teacher(recipe: schema.Recipe, tokenizer: Any) -> tuple[Any, Any]:
         case schema.StoredTeacher():
             own = tokenizer if section.tokenizer is None else load_tokenizer(section.tokenizer)
             temperature = getattr(recipe.objective, "distill_temperature", None)
-            return StoredTeacher(section.path, own, top_k=section.top_k, temperature=temperature), own
+            run = run_options(words, section.model)
+            options: dict[str, Any] = {"top_k": section.top_k, "temperature": temperature}
+            return StoredTeacher(section.path, own, reads="student", run=run, **options), own
         case schema.ServerTeacher():
             return _on_server(section, recipe.objective, tokenizer), tokenizer
         case _:
@@ -70,11 +77,7 @@ def _on_server(section: schema.ServerTeacher, loss: schema.Objective, tokenizer:
         top_k=top_k,
         keep_sampled=keep_sampled,
         temperature=getattr(loss, "distill_temperature", 1.0),
-        head_size=section.head_size,
-        token_env=section.token_env,
-        allow_insecure=section.allow_insecure,
-        ca_file=section.ca_file,
-        concurrency=section.concurrency,
+        **section.reached(),
     )
 
 
@@ -89,11 +92,15 @@ def server_support_of(section: schema.ServerTeacher, loss: schema.Divergence) ->
 
 def build_teachers(
     entries: Sequence[schema.TeacherEntry],
-    section: schema.CommonSupport | schema.Projected,
+    section: schema.OfTeachers,
     tokenizer: Any,
     device: Any = None,
+    routing: Routing | None = None,
+    words: Sequence[str] = (),
 ) -> tuple[SeveralTeachers, Objective]:
     """The entries of `teachers`, and the objective that knows how each vocabulary relates to the student's.
+
+    `words`: as for `build_teacher`.
 
     Raises:
         VocabularyMismatch: tables of other tokenizers, or a teacher without aligner whose tokenizer is another one.
@@ -102,18 +109,31 @@ def build_teachers(
     parts: list[Any] = []
     for i, entry in enumerate(entries):
         try:
-            made, part = _entry(entry, section.distill_temperature, tokenizer, device)
+            run = run_options(words, entry.model)
+            made, part = _entry(entry, section.distill_temperature, tokenizer, device, run)
         except (ConfigError, VocabularyMismatch) as problem:
             raise type(problem)(f"teachers.{i} ({entry.model}): {problem}") from problem
         teachers.append(made)
         parts.append(part)
     options = section.model_dump(exclude={"kind", "distill_temperature"})
+    if isinstance(section, schema.MultiTeacher):  # it has no chunk, so `beta` is that of tokens
+        options["same_vocab_beta"] = options["beta"]
     options |= {"temperature": section.distill_temperature, "weights": tuple(entry.weight for entry in entries)}
-    make = CommonSupportObjective if isinstance(section, schema.CommonSupport) else ProjectedObjective
-    return SeveralTeachers(teachers), make(parts=tuple(parts), **options)
+    make = ProjectedObjective if isinstance(section, schema.Projected) else CommonSupportObjective
+    objective = make(parts=tuple(parts), routed=routing is not None, **options)
+    return SeveralTeachers(teachers, routing), objective
 
 
-def _entry(entry: schema.TeacherEntry, temperature: float, tokenizer: Any, device: Any) -> tuple[Teacher, Any]:
+def run_options(words: Sequence[str], model: str | None) -> list[str]:
+    """A recipe's name and changes as options of `cohobate score`, with its name of the model that is to score."""
+    if not words:
+        return []
+    return ["--recipe", *words[:1], *([] if model is None else ["--teacher", model]), *words[1:]]
+
+
+def _entry(
+    entry: schema.TeacherEntry, temperature: float, tokenizer: Any, device: Any, run: Sequence[str]
+) -> tuple[Teacher, Any]:
     """One of several teachers, and what relates its vocabulary to the student's (None: it is the student's)."""
     own = _tokenizer_of(entry)
     if entry.aligner is None:
@@ -129,12 +149,14 @@ def _entry(entry: schema.TeacherEntry, temperature: float, tokenizer: Any, devic
     part = None if entry.aligner is None else _relation(entry.aligner, tokenizer, own)
     if entry.path is None:
         return _with_own_tokenizer(entry, own, temperature, device), part
-    stored = StoredTeacher(entry.path, own, top_k=entry.top_k, temperature=temperature)
+    reads, read = ("student", tokenizer) if entry.aligner is None else ("teacher", own)
+    stored = StoredTeacher(entry.path, read, top_k=entry.top_k, temperature=temperature, reads=reads, run=run)
     named = {} if entry.aligner is None else entry.aligner.special_roles
     if dict(stored.store.header.special_roles or {}) != named:
         raise ConfigError(
             f"aligner.special_roles is {named}, but the store {entry.path} was made with "
-            f"{dict(stored.store.header.special_roles or {})}. Write the same here, or score again."
+            f"{dict(stored.store.header.special_roles or {})}. Write the same here, or score again. "
+            f"{stored.store.anew()}"
         )
     return stored, part
 
@@ -165,7 +187,12 @@ def _with_own_tokenizer(entry: schema.TeacherEntry, own: Any, temperature: float
     else:
         assert top_k is not None
         inner = ServerTeacher(
-            entry.teacher_model_server_url, vocab_size=real_vocab_size(own), top_k=top_k, temperature=temperature
+            entry.teacher_model_server_url,
+            vocab_size=real_vocab_size(own),
+            model=entry.served_model_name,
+            top_k=top_k,
+            temperature=temperature,
+            **entry.reached(),
         )
         top_k = None  # it says no more
     return OwnTokenizerTeacher(
@@ -195,17 +222,27 @@ def _relation(aligner: schema.Aligner, student: Any, teacher: Any) -> SubtokenTa
     if not aligner.subtokens:
         projection = Projection.load(path)
         projection.validate(student, teacher)
+        counterpart = np.where(projection.exact, projection.indices[:, 0], -1)
+        _check_roles(aligner.special_roles, student, teacher, counterpart, f"projection at {path}")
         return projection
     tables = SubtokenTables.load(path, aligner.teacher_to_student)
     tables.validate(student, teacher)
-    for of_student, of_teacher in aligner.special_roles.items():
-        ids = student.convert_tokens_to_ids(of_student), teacher.convert_tokens_to_ids(of_teacher)
-        if None in ids or tables.student_to_teacher[ids[0]] != (ids[1],):
-            raise ConfigError(
-                f"aligner.special_roles pairs {of_student!r} with {of_teacher!r}, but the tables at {path} do not: "
-                f"build them with --role '{of_student}={of_teacher}', or write subtokens: auto."
-            )
+    counterpart = tables.student_to_teacher.counterpart
+    _check_roles(aligner.special_roles, student, teacher, counterpart, f"subtokens at {path}")
     return tables
+
+
+def _check_roles(
+    named: Mapping[str, str], student: Any, teacher: Any, counterpart: NDArray[np.integer], what: str
+) -> None:
+    """What the recipe pairs must be paired in what was read from disk; `counterpart[s]` is the teacher's id, or -1."""
+    for of_student, of_teacher in named.items():
+        ids = student.convert_tokens_to_ids(of_student), teacher.convert_tokens_to_ids(of_teacher)
+        if None in ids or counterpart[ids[0]] != ids[1]:
+            raise ConfigError(
+                f"aligner.special_roles pairs {of_student!r} with {of_teacher!r}, but the {what} does not: build it "
+                f"again with --role '{of_student}={of_teacher}', or write {what.split()[0]}: auto."
+            )
 
 
 def load_arguments(section: schema.Student | schema.LocalTeacher | schema.TeacherEntry) -> dict[str, Any]:

@@ -8,7 +8,7 @@ are rolled out, aligned, scored and compared. Nothing is trained and nothing is 
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,12 +21,16 @@ _SHOWN = {
     "loss": "loss",
     "kl/forward": "kl/forward",
     "kl/reverse": "kl/reverse",
+    "kd/average": "kd",
     "kd/teacher0": "kd",
+    "kd/teacher1": "kd of the second teacher",
     "ce": "ce",
     "entropy/teacher": "entropy of the teacher",
     "align/unaligned_student_share": "unaligned",
     "rows/without_pair": "rows without a pair",
     "completion/mean_length": "length",
+    "lessons/success_share": "successful",
+    "lessons/without_share": "without a lesson",
 }
 
 
@@ -64,12 +68,30 @@ def doctor(
     print(f"ok        nothing was trained; the run would write into {loaded.recipe.output_dir}")
 
 
+def _first_rows(trainer: Any, num_rows: int) -> list[Any]:
+    """The first rows, and of each teacher that rows are routed to the first that is its own."""
+    rows, routing = trainer.train_dataset.rows, getattr(trainer.teacher, "routing", None)
+    if routing is None:
+        return list(rows[:num_rows])
+    firsts: dict[int, int] = {}
+    for i, row in enumerate(rows):
+        firsts.setdefault(routing(row.row, row.sample_id), i)
+    return [rows[i] for i in sorted({*range(min(num_rows, len(rows))), *firsts.values()})]
+
+
 def _whole_way(run: "Run", num_rows: int) -> str:
     """What came out for the first rows; raises if the loss is no number."""
     trainer: Any = run.trainer
-    rows = cast(Any, trainer.train_dataset).rows[:num_rows]
+    rows = _first_rows(trainer, num_rows)
     recorded = trainer.args.on_policy_fraction == 0 and all(row.completion_ids is not None for row in rows)
-    found = trainer._evaluation(recorded=recorded, score=True, grader=None)(rows)
+    has_lessons = trainer._lessons is not None
+    found = trainer._evaluation(recorded=recorded, score=True, grader=None, as_trained=has_lessons)(rows)
+    if has_lessons and "loss" not in found:
+        share = f"{found.get('lessons/success_share', 0.0):.4g}"
+        return (
+            f"{len(rows)} sampled and graded, {trainer.args.num_generations} completions each: {share} of them are "
+            "successful and none has a lesson, so nothing was compared. Try more (--rows), or an easier task."
+        )
     if not found["loss"] == found["loss"] or abs(found["loss"]) == float("inf"):
         raise NonFiniteError(f"the loss of the first {len(rows)} rows is {found['loss']}: a run would stop at step 1.")
     numbers = "  ".join(f"{label} {found[name]:.4g}" for name, label in _SHOWN.items() if name in found)

@@ -16,7 +16,7 @@ TRAINING = {
     "loss": "loss",
     "kl/forward": "kl/forward",
     "kl/reverse": "kl/reverse",
-    "kd/teacher0": "kd",
+    "kd/*": "kd",
     "ce": "ce",
     "align/unaligned_student_share": "unaligned",
     "completion/mean_length": "length",
@@ -25,10 +25,16 @@ TRAINING = {
 EVALUATION = {
     "eval/accuracy": "accuracy",
     "eval/loss": "loss",
+    "eval/kd/*": "kd",
+    "eval/ce": "ce",
     "eval/completion/mean_length": "length",
     "eval/completion/truncated_share": "cut",
 }
-"""Which of the logged numbers a line shows, and what it calls them."""
+"""Which of the logged numbers a line shows, and what it calls them; `*` is each teacher's or their average."""
+
+SCALED = "scaled loss"
+"""Where a divergence is made as large as the cross-entropy, the loss of a step is no number to follow: `kd` and `ce`
+are, and so is the held-out loss, which adds them with fixed weights."""
 
 
 class Steps(AbstractContextManager["Steps"]):
@@ -109,15 +115,32 @@ def duration(seconds: float) -> str:
 
 def numbers(logs: Mapping[str, Any], labels: Mapping[str, str]) -> str:
     """Some of the logged numbers on one line."""
-    shown = {label: logs[name] for name, label in labels.items() if isinstance(logs.get(name), int | float)}
+    shown = {
+        label: logs[name]
+        for pattern, usual in labels.items()
+        for name, label in _named(pattern, usual, logs)
+        if isinstance(logs.get(name), int | float)
+    }
     return "  ".join(f"{label} {value:.4g}" for label, value in shown.items())
+
+
+def _named(pattern: str, label: str, logs: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The names that a pattern stands for, with their labels: `kd` of one teacher, `kd0`, `kd1` of several."""
+    if not pattern.endswith("*"):
+        return [(pattern, label)]
+    each = sorted(name for name in logs if name.startswith(f"{pattern[:-1]}teacher"))
+    if len(each) > 1:
+        return [(name, label + name.removeprefix(f"{pattern[:-1]}teacher")) for name in each]
+    return [(name, label) for name in each or [f"{pattern[:-1]}average"]]
 
 
 class RunProgress(TrainerCallback):
     """Shows a training run through `Steps`; on the first process only."""
 
-    def __init__(self, open_steps: Callable[[str, int], Steps] = Steps) -> None:
+    def __init__(self, open_steps: Callable[[str, int], Steps] = Steps, *, scaled: bool = False) -> None:
+        """`scaled`: the loss of a step is on a scale of its own (`SCALED`)."""
         self._open = open_steps
+        self._labels = TRAINING | {"loss": SCALED} if scaled else TRAINING
         self._steps: Steps | None = None
 
     def on_train_begin(
@@ -153,7 +176,7 @@ class RunProgress(TrainerCallback):
         if any(name.startswith("eval/") for name in logs):
             self._steps.say(f"evaluated: {numbers(logs, EVALUATION)}")
         else:
-            self._steps.say(numbers(logs, TRAINING))
+            self._steps.say(numbers(logs, self._labels))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

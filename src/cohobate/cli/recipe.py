@@ -29,6 +29,7 @@ class LoadedRecipe:
 
     recipe: Recipe
     text: str  # YAML with the changes merged in
+    words: tuple[str, ...] = ()  # as it was named on the command line, and its changes
 
     def plain(self) -> dict[str, Any]:
         """The recipe as the user wrote it, for a model card."""
@@ -71,7 +72,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = (), *, to_read: bo
         raise ConfigError(_explanation(error, missing)) from None
     if missing and not to_read:
         raise ConfigError(_missing_text(name_or_path, missing))
-    return LoadedRecipe(recipe=recipe, text=text)
+    return LoadedRecipe(recipe=recipe, text=text, words=(name_or_path, *overrides))
 
 
 def merged_config(name_or_path: str) -> DictConfig:
@@ -172,11 +173,6 @@ def _nodes(node: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
     elif isinstance(node, list):
         for i, value in enumerate(node):
             yield from _nodes(value, (*place, str(i)))
-
-
-def leaves(content: Any) -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of everything that is set and is no section."""
-    return ((".".join(place), value) for place, value in _nodes(content) if not isinstance(value, (dict, list)))
 
 
 def _missing_text(name: str, missing: Sequence[str]) -> str:

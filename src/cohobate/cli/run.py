@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import OmegaConf
 from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
+from cohobate.cli import schema
 from cohobate.cli.build import build_trainer
 from cohobate.cli.evaluate import write_json
-from cohobate.cli.progress import EVALUATION, RunProgress, duration, numbers
-from cohobate.cli.recipe import LoadedRecipe, leaves
+from cohobate.cli.progress import EVALUATION, SCALED, RunProgress, duration, numbers
+from cohobate.cli.recipe import LoadedRecipe
 from cohobate.errors import ServerUnreachable
 from cohobate.teachers.server_check import check_server
 from cohobate.trainer.signals import GracefulStop
@@ -57,9 +57,11 @@ class Run:
         kind = "none" if recipe.teacher is None else recipe.teacher.kind
         places = ("path", "teacher_model_server_url", "model")
         named = next((found for place in places if (found := getattr(recipe.teacher, place, None))), None)
+        routing = recipe.routing
         several = [
-            f"{e.path or e.teacher_model_server_url or e.model} ({'own' if e.aligner else 'the same'} tokenizer)"
-            for e in recipe.teachers
+            f"{e.path or e.teacher_model_server_url or e.model} ({'own' if e.aligner else 'the same'} tokenizer"
+            f"{'' if routing is None else f'; {routing.describe(i)}'})"
+            for i, e in enumerate(recipe.teachers)
         ]
         parameters: Any = trainer.model.parameters() if trainer.model is not None else ()
         sizes = [(p.numel(), p.requires_grad) for p in parameters]
@@ -72,12 +74,15 @@ class Run:
             f"rows      {len(rows)} to train on" + ("" if held_out is None else f", {len(held_out)} held out"),
             f"output    {recipe.output_dir}",
         ]
+        lines[-1:-1] = _of_loss(recipe.objective)
+        if isinstance(recipe.rollouts, schema.VLLMRollouts):
+            lines[-1:-1] = [f"rollouts  {recipe.rollouts.url} (vllm), weights by way of {recipe.rollouts.sync_folder}"]
         return "\n".join(lines)
 
     def try_server(self) -> str:
-        """Ask a teacher on a server what is easy to check, before it costs anything; an error stops the run here.
+        """Ask servers what is easy to check, before it costs anything; an error stops the run here.
 
-        Every rank asks, as every rank will.
+        Every rank asks, as every rank will. One that is to sample is given the student's weights.
         """
         recipe, teacher = self.loaded.recipe, cast(Any, self.trainer.teacher)
         asked = [(teacher, self.trainer.processing_class)] if getattr(recipe.teacher, "kind", "") == "server" else []
@@ -86,14 +91,15 @@ class Run:
                 reading = teacher.teachers[i]
                 asked.append((reading.teacher, reading.tokenizer))
         checks = [check for server, tokenizer in asked for check in check_server(server, tokenizer)]
-        return "\n".join(f"server    {check.name}: {check.detail}" for check in checks)
+        said = [f"server    {check.name}: {check.detail}" for check in checks]
+        if isinstance(recipe.rollouts, schema.VLLMRollouts):
+            said.append(f"rollouts  {self.trainer.try_rollouts()}")
+        return "\n".join(said)
 
     def train(self, checkpoint: Path | None) -> int | None:
         """Train to the end or to a signal; returns the signal's number."""
         if self.trainer.is_world_process_zero():
             self.folder.mkdir(parents=True, exist_ok=True)
-            if checkpoint is not None and (changed := self._changed()):
-                self.say(f"changed   {', '.join(changed)} since the run began: it goes on as it is now")
             (self.folder / "recipe.yaml").write_text(self.loaded.text, encoding="utf-8")
         try:
             self.trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -110,20 +116,12 @@ class Run:
         stopped_elsewhere = signal.SIGTERM if self.trainer._stop_requested else None  # another rank had the signal
         return self.stop.received or stopped_elsewhere
 
-    def _changed(self) -> list[str]:
-        """Keys of the recipe that differ from those that the folder's run was begun with."""
-        before = self.folder / "recipe.yaml"
-        if not before.is_file():
-            return []
-        texts = (before.read_text(encoding="utf-8"), self.loaded.text)
-        old, new = (dict(leaves(OmegaConf.to_container(OmegaConf.create(text)))) for text in texts)
-        return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-
     def close(self) -> None:
-        """End what the teacher keeps open."""
-        close = getattr(self.trainer.teacher, "close", None)
-        if close is not None:
-            close()
+        """End what the teacher and the source of completions keep open."""
+        for part in (self.trainer.teacher, self.trainer.rollouts):
+            close = getattr(part, "close", None)
+            if close is not None:
+                close()
 
     def finish(self) -> str:
         """Save the model, evaluate it, and say what came out."""
@@ -160,11 +158,24 @@ def build_run(loaded: LoadedRecipe, *, resume: bool = False) -> Run:
     logging.disable_progress_bar()  # of loading and mapping: the run has its own
     # peft 0.21 asks transformers 5.24 for an attribute by its old name; nobody who reads it here can mend it.
     warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
-    stop, progress = GracefulStop(announce=_announce), RunProgress()
+    scaled = getattr(loaded.recipe.objective, "dynamic_scaling", "off") != "off"
+    stop, progress = GracefulStop(announce=_announce), RunProgress(scaled=scaled)
     trainer = build_trainer(loaded, resume=resume, callbacks=[stop, progress])
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     return Run(loaded=loaded, trainer=trainer, stop=stop, progress=progress)
+
+
+def _of_loss(section: schema.Objective) -> list[str]:
+    """What the numbers called loss are, where one of training and one of evaluation are not on one scale."""
+    if not isinstance(section, schema.OfTeachers):
+        return []
+    fixed = f"{section.kd_weight:g} kd + {section.ce_weight:g} ce"
+    mismatch = getattr(section, "mismatch_weight", 1)
+    fixed += "" if mismatch == 1 else f", where chunks that are not one token on both sides count {mismatch:g} times"
+    if section.dynamic_scaling == "off":
+        return [f"loss      {fixed}"]
+    return [f"loss      held out: {fixed}; of a step ({SCALED}): kd made as large as ce, plus ce"]
 
 
 def _announce(number: int) -> None:

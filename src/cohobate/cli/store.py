@@ -11,16 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
-import torch
 from transformers import AutoConfig, GenerationConfig
 from transformers.utils import logging
 
 from cohobate.align.cross_tokenizer import TeacherText
-from cohobate.align.rollout import SamplingConfig
 from cohobate.cli.progress import Steps
-from cohobate.data import PrivilegedConfig, PromptConfig, PromptEncoder, PromptRow, rollout_request
-from cohobate.errors import ConfigError, DataError
-from cohobate.rollouts import RecordedRollouts
+from cohobate.data import PrivilegedConfig, PromptConfig, PromptEncoder, PromptRow
+from cohobate.errors import ConfigError, DataError, VocabularyMismatch
 from cohobate.teachers.load import load_tokenizer, model_folder
 from cohobate.teachers.model_files import check_config_files
 from cohobate.teachers.model_fingerprint import config_fingerprint, weights_fingerprint
@@ -31,7 +28,7 @@ from cohobate.teachers.store_scoring import model_scorer
 from cohobate.teachers.store_writer import ShardJob, ShardMaker, Written, make_shards, plan_shards, write_store
 from cohobate.trainer.aligners import aligner_of
 from cohobate.trainer.resolve import eos_token_ids, pad_token_id
-from cohobate.trainer.rolled_out import RolledOut
+from cohobate.trainer.rolled_out import recorded
 from cohobate.vocab import check_same_vocabulary, fingerprint, real_vocab_size, template_fingerprint
 from cohobate.vocab.tokens import merges_fingerprint
 
@@ -160,9 +157,14 @@ def _sides(settings: StoreSettings) -> _Sides:
                 "belongs to it, or resize its embeddings."
             )
     else:
-        shared = check_same_vocabulary(
-            student, teacher, recorded_text=True, student_width=widths[0], teacher_width=widths[1]
-        )
+        try:
+            shared = check_same_vocabulary(
+                student, teacher, recorded_text=True, student_width=widths[0], teacher_width=widths[1]
+            )
+        except VocabularyMismatch as problem:
+            raise VocabularyMismatch(
+                f"{problem} A teacher that is to read its own tokens, for `csd`, is scored with --own-tokenizer."
+            ) from problem
         vocab_size = shared.size
     return _Sides(
         student_tokenizer=student,
@@ -215,7 +217,7 @@ def _texts(settings: StoreSettings, sides: _Sides, text: TeacherText | None, say
     with Steps("row", len(rows)) as steps:
         for start in range(0, len(rows), _ROWS_AT_A_TIME):
             part = rows[start : start + _ROWS_AT_A_TIME]
-            batch = aligner.read(_rolled_out(part, pad)).batch(range(len(part)))
+            batch = aligner.read(recorded(part, pad)).batch(range(len(part)))
             texts += [asked.text for asked in asked_texts(batch)]
             steps.advance_to(start + len(part))
     _check_lengths(texts, _positions(sides.teacher_config))
@@ -224,35 +226,24 @@ def _texts(settings: StoreSettings, sides: _Sides, text: TeacherText | None, say
     return texts
 
 
-def _rolled_out(rows: Sequence[PromptRow], pad_token_id: int) -> RolledOut:
-    """The rows with their recorded completions."""
-    recorded = RecordedRollouts([row.completion_ids or () for row in rows], pad_token_id=pad_token_id)
-    return RolledOut(
-        rollout=recorded.sample(rollout_request(rows, pad_token_id), SamplingConfig()),
-        rows=tuple(rows),
-        is_sampled=torch.zeros(len(rows), dtype=torch.bool),
-        sampling_seconds=0.0,
-    )
-
-
 def _recorded_rows(settings: StoreSettings, sides: _Sides, say: Callable[[str], None]) -> list[PromptRow]:
     """The rows with a completion, of all data sets."""
     encoder = PromptEncoder(sides.student_tokenizer, settings.prompts)
     encoded = [encoder.encode_rows(dataset) for dataset in settings.datasets]
     rows = [row for part in encoded for row in part.rows]
-    recorded = [row for row in rows if row.completion_ids is not None]
+    with_completion = [row for row in rows if row.completion_ids is not None]
     for count, what in (
         (sum(len(part.skipped) for part in encoded), "over-long rows, left out"),
-        (len(rows) - len(recorded), "rows without a recorded completion, which no store can hold"),
+        (len(rows) - len(with_completion), "rows without a recorded completion, which no store can hold"),
     ):
         if count:
             say(f"{what}: {count}")
-    if not recorded:
+    if not with_completion:
         raise DataError(
             "no row has a recorded completion (prompt and completion, messages that end with the assistant's turn, or "
             "text). A store holds scores of recorded completions only; sampled ones need a live teacher or a server."
         )
-    return recorded
+    return with_completion
 
 
 def _with_generation_config(sides: _Sides) -> Any:

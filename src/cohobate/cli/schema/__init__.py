@@ -24,13 +24,16 @@ from cohobate.cli.schema.objectives import (
     CommonSupport,
     CrossEntropy,
     Divergence,
+    MultiTeacher,
     Objective,
+    OfTeachers,
     PolicyGradient,
     Projected,
     TokenSelection,
 )
 from cohobate.cli.schema.recipe import Recipe, section_keys
-from cohobate.cli.schema.settings import MOVED, SAMPLING_FIELDS, config_section
+from cohobate.cli.schema.rollouts import LocalRollouts, Rollouts, VLLMRollouts
+from cohobate.cli.schema.settings import MOVED, SAMPLING_FIELDS, as_in_recipe, config_section
 
 __all__ = [
     "MOVED",
@@ -45,13 +48,17 @@ __all__ = [
     "Evaluation",
     "FrozenTeacher",
     "LiveTeacher",
+    "LocalRollouts",
     "LocalTeacher",
     "Lora",
+    "MultiTeacher",
     "Objective",
+    "OfTeachers",
     "PolicyGradient",
     "Projected",
     "ReasoningGymData",
     "Recipe",
+    "Rollouts",
     "RowData",
     "ServerTeacher",
     "StoredTeacher",
@@ -59,6 +66,8 @@ __all__ = [
     "Teacher",
     "TeacherEntry",
     "TokenSelection",
+    "VLLMRollouts",
+    "as_in_recipe",
     "config_section",
     "section_keys",
 ]

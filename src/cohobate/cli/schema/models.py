@@ -3,9 +3,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from cohobate.cli.schema.section import Section
+from cohobate.cli.schema.server import Reached
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -74,7 +75,7 @@ class StoredTeacher(Section):
     top_k: int | None = Field(default=None, ge=1)  # fewer ids than the store has
 
 
-class ServerTeacher(Section):
+class ServerTeacher(Reached):
     """A teacher on a vLLM server. Which ids are compared follows from these settings and `objective.beta`."""
 
     kind: Literal["server"]
@@ -83,11 +84,6 @@ class ServerTeacher(Section):
     loss_top_k: int = 1
     loss_add_tail: bool = True
     reverse_kl_top_1_mode: Literal["sampled", "argmax"] = "sampled"
-    head_size: int | None = Field(default=None, ge=1)  # rows of the teacher's head, if more than the tokenizer's ids
-    token_env: str | None = None  # the environment variable that holds the API token
-    allow_insecure: bool = False
-    ca_file: str | None = None
-    concurrency: int = Field(default=8, ge=1)
 
 
 Teacher = Annotated[
@@ -125,12 +121,14 @@ class Aligner(Section):
             )
 
 
-class TeacherEntry(Section):
+class TeacherEntry(Reached):
     """One of `teachers`: a model in this process, or one that was or is asked elsewhere; with any tokenizer."""
 
     model: str
     path: str | None = None  # a store that `cohobate score` wrote: the model is not loaded
-    teacher_model_server_url: str | None = None  # a vLLM server: the model is not loaded
+    # a vLLM server: the model is not loaded, only the tokenizer in its folder
+    teacher_model_server_url: str | None = None
+    served_model_name: str | None = None  # the model's name there, if the server has several
     tokenizer: str | None = None
     dtype: Dtype | None = None
     attn_implementation: str | None = None
@@ -138,9 +136,13 @@ class TeacherEntry(Section):
     weight: float = Field(default=1.0, ge=0)
     top_k: int | None = Field(default=None, ge=1)  # ids kept of each row; fewer than all is another loss
     max_length: int | None = Field(default=None, ge=2)  # tokens that this teacher reads of a row
+    # with `route_by`: the values of that column that it answers for; None: all that no other teacher lists
+    routes: list[StrictStr | StrictInt | StrictBool] | None = None
 
     def check(self, method: str, i: int) -> None:
         """Raise ValueError unless the entry, number `i`, has what `method` needs."""
+        if method == "multi_teacher":
+            self._check_plain(i)
         if self.aligner is not None:
             self.aligner.check(method, f"teachers[{i}].aligner")
         elif self.path is None and (self.top_k is not None or self.max_length is not None):
@@ -152,6 +154,8 @@ class TeacherEntry(Section):
             raise ValueError(f"teachers[{i}] has a path and a teacher_model_server_url: a teacher is in one place.")
         if self.teacher_model_server_url is not None and (self.aligner is None or self.top_k is None):
             raise ValueError(f"teachers[{i}] on a server needs an aligner, and top_k: a server never says whole rows.")
+        if self.teacher_model_server_url is None:
+            self._check_not_reached(i)
         if self.path is not None and self.max_length is not None:
             raise ValueError(f"teachers[{i}].max_length: the store at its path has one of its own. Leave it out.")
         if method == "xtoken" and (self.path or self.teacher_model_server_url):
@@ -160,3 +164,25 @@ class TeacherEntry(Section):
             raise ValueError(
                 f"teachers[{i}].top_k: X-Token reads whole rows. Leave it out, or use objective.kind=csd."
             )
+
+    def _check_not_reached(self, i: int) -> None:
+        """Refuse what is read for a server only."""
+        for name in ("served_model_name", *Reached.model_fields):
+            if getattr(self, name) != TeacherEntry.model_fields[name].default:
+                raise ValueError(
+                    f"teachers[{i}].{name} is of a teacher on a server, and this one is not: add "
+                    f"teachers.{i}.teacher_model_server_url, or leave it out."
+                )
+
+    def _check_plain(self, i: int) -> None:
+        if self.aligner is not None:
+            raise ValueError(
+                f"teachers[{i}].aligner relates another tokenizer to the student's, but objective.kind multi_teacher "
+                "compares token by token. Leave it out, or take objective.kind=csd, which has teachers of both kinds."
+            )
+        for name in ("path", "teacher_model_server_url", "top_k", "max_length"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"teachers[{i}].{name}: objective.kind multi_teacher compares whole distributions and whole rows, "
+                    "so each teacher is a model beside the student. Leave it out."
+                )

@@ -9,7 +9,7 @@ from cohobate.cli.schema.section import Section
 from cohobate.functional.divergences import Clip
 from cohobate.functional.projection import Mode
 from cohobate.functional.support_events import ForcedMode
-from cohobate.functional.topk import Tail
+from cohobate.functional.topk import Tail, TopKOf
 from cohobate.objectives.aggregate import DynamicScaling, KdMode, TeacherMetric
 
 
@@ -29,7 +29,9 @@ class Divergence(Section):
     clip: Clip = "none"
     clip_limit: float | None = None
     top_k: int | None = None
+    top_k_of: TopKOf = "teacher"
     tail: Tail = "bucket"
+    importance_clip: float | None = None  # weights each pair by min(pi(token) / pi_0(token), importance_clip)
     select: TokenSelection | None = None
 
 
@@ -61,7 +63,6 @@ class OfTeachers(Section):
     kd_mode: KdMode = "sum"
     sum_weights_metric: TeacherMetric | None = None
     alpha: float = 1.0
-    normalize_teacher_by_vocab: bool = False
     same_vocab_top_k: int | None = 8192
     dynamic_scaling: Annotated[DynamicScaling, BeforeValidator(_off)] = "previous_step"
     kd_weight: float = 1.0
@@ -75,11 +76,13 @@ class CommonSupport(OfTeachers):
 
     kind: Literal["csd"]
     beta: float = Field(default=0.5, ge=0, le=1)
+    same_vocab_beta: float = Field(default=0.0, ge=0, le=1)
     mismatch_weight: float = 5.0
     realized_only_mismatch: bool = False
     keep_realized: bool = True
     min_support: int = 1
     forced_mode: ForcedMode = "union"
+    normalize_teacher_by_vocab: bool = False
 
 
 class Projected(OfTeachers):
@@ -92,8 +95,19 @@ class Projected(OfTeachers):
     vocab_top_k: int | None = 8192
     uncommon_top_k: int = 8192
     drop_unreachable: bool = True
+    normalize_teacher_by_vocab: bool = False
+
+
+class MultiTeacher(OfTeachers):
+    """Teachers with the student's own tokenizer: the whole distributions are compared at every token, nothing else."""
+
+    kind: Literal["multi_teacher"]
+    beta: float = Field(default=0.5, ge=0, le=1)
+    same_vocab_top_k: int | None = None
+    dynamic_scaling: Annotated[DynamicScaling, BeforeValidator(_off)] = "off"
+    ce_weight: float = 0.0
 
 
 Objective = Annotated[
-    Divergence | PolicyGradient | CrossEntropy | CommonSupport | Projected, Field(discriminator="kind")
+    Divergence | PolicyGradient | CrossEntropy | CommonSupport | Projected | MultiTeacher, Field(discriminator="kind")
 ]

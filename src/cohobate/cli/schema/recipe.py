@@ -12,8 +12,10 @@ from pydantic import Field, model_validator
 from cohobate.cli.schema.data import Data, Evaluation
 from cohobate.cli.schema.models import ServerTeacher, Student, Teacher, TeacherEntry
 from cohobate.cli.schema.objectives import Objective, OfTeachers
+from cohobate.cli.schema.rollouts import LocalRollouts, Rollouts
 from cohobate.cli.schema.section import Section
 from cohobate.cli.schema.settings import config_dict, config_section
+from cohobate.teachers.ensemble import Routing
 
 
 class Recipe(Section):
@@ -22,10 +24,12 @@ class Recipe(Section):
     method: str
     student: Student
     teacher: Teacher | None = None
-    # several, or one with a tokenizer of its own (objectives csd and xtoken)
+    # several, or one with a tokenizer of its own (objectives csd, xtoken and multi_teacher)
     teachers: list[TeacherEntry] = Field(default_factory=list)
+    route_by: str | None = None  # a column of the rows, whose value says which of `teachers` answers a row
     objective: Objective
     data: Data
+    rollouts: Rollouts = LocalRollouts()
     sampling: Annotated[dict[str, Any], config_dict("sampling")] = Field(default_factory=dict)
     training: Annotated[dict[str, Any], config_dict("training")] = Field(default_factory=dict)
     eval: Evaluation = Evaluation()
@@ -42,8 +46,13 @@ class Recipe(Section):
             )
         if self.teachers and not several:
             raise ValueError(
-                f"`teachers` goes with objective.kind csd or xtoken, not with {self.objective.kind}, which takes one "
-                "`teacher` with the student's tokenizer."
+                f"`teachers` goes with objective.kind csd, xtoken or multi_teacher, not with {self.objective.kind}, "
+                "which takes one `teacher` with the student's tokenizer."
+            )
+        if self.route_by is not None and not several:
+            raise ValueError(
+                f"route_by={self.route_by} chooses between several `teachers`, but objective.kind "
+                f"{self.objective.kind} takes one. Leave it out, or take objective.kind multi_teacher, csd or xtoken."
             )
         if isinstance(self.teacher, ServerTeacher) and getattr(self.objective, "tail", "bucket") != "bucket":
             raise ValueError(
@@ -52,7 +61,21 @@ class Recipe(Section):
         if several:
             for i, entry in enumerate(self.teachers):
                 entry.check(self.objective.kind, i)
+                if entry.routes is not None and self.route_by is None:
+                    raise ValueError(
+                        f"teachers[{i}].routes has values of a column that is not named. Write route_by=COLUMN, or "
+                        "leave routes out, so that every teacher reads every row."
+                    )
+        _ = self.routing  # its own checks
         return self
+
+    @property
+    def routing(self) -> Routing | None:
+        """Which teacher answers a row; None: every one does."""
+        if self.route_by is None:
+            return None
+        routes = tuple(None if entry.routes is None else tuple(entry.routes) for entry in self.teachers)
+        return Routing(column=self.route_by, routes=routes)
 
 
 def section_keys() -> dict[tuple[str, ...], tuple[str, ...]]:

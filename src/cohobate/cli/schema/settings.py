@@ -2,6 +2,7 @@
 """`sampling` and `training`: the fields of `DistillationConfig`, declared there and only put in their place here."""
 
 import dataclasses
+import re
 import typing
 from functools import cache
 from typing import Any, Literal
@@ -41,6 +42,27 @@ MOVED = {
     "temperature": "",
 }
 """Fields of `DistillationConfig` that `training` does not take, and where they are set instead."""
+
+
+def as_in_recipe(text: str) -> str:
+    """A message about fields of `DistillationConfig` with their places in a recipe: `packing` is `training.packing`.
+
+    A field's name is known by its underscores. One that is also a plain word, or another part's setting (`packing`,
+    `top_k`), only where the message is about that field: begins with `packing fills`, or `top_k must be`.
+    """
+
+    def placed(found: re.Match[str]) -> str:
+        name = found[0]
+        place = MOVED.get(name, f"training.{name}") if name in _fields() else name
+        return place if "." in place else name
+
+    text = re.sub(r"^\w+(?= must be| fills)", placed, text)
+    return re.sub(r"(?<![\w.'-])(?!top_k)[a-z0-9]+(?:_[a-z0-9]+)+(?![\w'(-])", placed, text)
+
+
+@cache
+def _fields() -> frozenset[str]:
+    return frozenset(f.name for f in dataclasses.fields(DistillationConfig) if f.init)
 
 
 @cache
