@@ -201,6 +201,12 @@ def test_a_finished_run_is_not_overwritten_and_can_go_on(cohobate, place: Path):
     assert refused.code == 2
     assert "checkpoint-2" in refused.err
     assert "--resume" in refused.err
+    weights = (place / "runs/gkd/model.safetensors").read_bytes()
+    (place / "runs/gkd/model.safetensors").unlink()
+    done = cohobate("train", "gkd", *SMALL, *LARGER, "--resume")
+    assert done.code == 0, done.err
+    assert "checkpoint-2 has all of max_steps=2: nothing to train" in done.out
+    assert (place / "runs/gkd/model.safetensors").read_bytes() == weights
     longer = [*SMALL, *LARGER, "training.max_steps=4"]
     done = cohobate("train", "gkd", *longer, "--resume")
     assert done.code == 0, done.err
@@ -252,7 +258,7 @@ def test_a_wrong_setting_is_one_paragraph(cohobate, place: Path, changes: list[s
         ('{"question": "1+1="}\n' * 4, ["question", "prompt"]),
         ('{"prompt": "1+1=", "completion": ""}\n' * 4, ["completion", "empty"]),
         ("\n \n", ["empty"]),
-        ('{"prompt": "1+1="\n', ["bad.jsonl", "JSON parse error"]),
+        ('{"prompt": "1+1="\n', ["bad.jsonl", "line 1 is no JSON"]),
         ('{"prompt": "1+1=", "text": "1"}\n' * 4, ["prompt", "text"]),
     ],
     ids=["empty", "no prompt", "empty completion", "blank lines", "not JSON", "two kinds"],

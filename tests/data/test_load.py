@@ -47,6 +47,29 @@ def test_columns_can_be_renamed_and_rows_limited(tmp_path: Path):
     assert rows.to_list() == [{"prompt": "1+1", "answer": "2", "prüf": None}]
 
 
+def test_json_values_are_what_is_written(tmp_path: Path):
+    lines = b'\xef\xbb\xbf{"prompt": "a", "answer": "2024-01-01"}\n\n{"prompt": "b", "answer": "007", "n": 7}\n'
+    rows = load_rows(write_bytes(tmp_path / "d.jsonl", lines)).to_list()
+    assert rows == [
+        {"prompt": "a", "answer": "2024-01-01", "n": None},
+        {"prompt": "b", "answer": "007", "n": 7},
+    ]
+    assert load_rows(write_bytes(tmp_path / "d.json", b'[{"prompt": "a"}]')).to_list() == [{"prompt": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        (b'{"a": "7"}\n{"a": 7}\n', "the column 'a' has text in some rows and 7 in another"),
+        (b'{"a": 1}\n{"a"', "line 2 is no JSON"),
+        (b'{"a": 1}\n[2]\n', "row 2 is list, not an object"),
+    ],
+)
+def test_json_that_is_no_table_says_where(tmp_path: Path, lines: bytes, why: str):
+    with pytest.raises(DataError, match=why):
+        load_rows(write_bytes(tmp_path / "d.jsonl", lines))
+
+
 def test_a_folder_with_splits_needs_one_named(tmp_path: Path):
     import datasets
 

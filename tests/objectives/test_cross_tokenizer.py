@@ -500,6 +500,12 @@ def test_averaging_with_another_tokenizer_is_said_to_be_a_sum(caplog: pytest.Log
         ("csd", {"ce_rows": "some"}, "ce_rows must be one of 'recorded', 'all'"),
         ("csd", {"chosen_over": "epoch"}, "chosen_over must be one of"),
         ("csd", {"same_vocab_top_k": 0}, "same_vocab_top_k must be at least 1"),
+        ("csd", {"parts": (None,), "same_vocab_top_k": 1}, "identically zero"),
+        (
+            "csd",
+            {"parts": (None, None), "same_vocab_top_k": 5, "kd_mode": "averaged_logits"},
+            "same_vocab_top_k=5 has no effect",
+        ),
         ("csd", {"weights": (0.0,)}, "weights add up to 0"),
         ("csd", {"weights": (1.0, 1.0)}, "one for each of 1 teachers, got 2"),
         (

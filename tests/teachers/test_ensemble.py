@@ -215,3 +215,10 @@ def test_a_teacher_hears_of_its_rows_alone_in_every_verb(sides: AlignedBatch) ->
             assert torch.equal(heard.student.pair_index, batch.student.pair_index[some[i]])
             assert [read[i][r] for r in heard.row.tolist()] == batch.row[some[i]].tolist()
         assert scores[i].hidden.shape[0] == int(some[i].sum())  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("value", [1.0, ["math"]])
+def test_a_value_that_no_route_can_be_is_refused_although_a_teacher_answers_for_all_others(value: Any):
+    routing = Routing(column="domain", routes=((1, "math"), None))
+    with pytest.raises(DataError, match=r"row 'b' has .* in the column 'domain'.*a string, an integer or a truth"):
+        routing.check([("a", {"domain": 1}), ("b", {"domain": value})])

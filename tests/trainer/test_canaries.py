@@ -8,7 +8,7 @@ import torch
 from cohobate.errors import NonFiniteError
 from cohobate.objectives import ObjectiveOutput
 from cohobate.trainer.aligners import without_pairs
-from cohobate.trainer.canaries import FiniteCheck, teacher_notice
+from cohobate.trainer.canaries import FiniteCheck, lessons_notice, teacher_notice
 
 
 def three_rows():
@@ -63,3 +63,9 @@ def test_a_teacher_that_equals_the_student_is_reported() -> None:
     assert notice is not None
     assert "teacher equals student" in notice
     assert teacher_notice(metrics | {"kl/forward": 1e-5}, vocab_size=10) is None
+
+
+def test_steps_without_any_lesson_are_said_to_teach_nothing():
+    assert lessons_notice({"lessons/without_share": 0.9}) is None
+    assert lessons_notice({}) is None
+    assert "nothing was learnt" in str(lessons_notice({"lessons/without_share": 1.0}))

@@ -18,6 +18,7 @@ TRAINING = {
     "kl/reverse": "kl/reverse",
     "kd/*": "kd",
     "ce": "ce",
+    "lessons/success_share": "successful",
     "align/unaligned_student_share": "unaligned",
     "completion/mean_length": "length",
     "grad_norm": "grad_norm",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import PrinterCallback, ProgressCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
@@ -101,6 +101,13 @@ class Run:
         if self.trainer.is_world_process_zero():
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "recipe.yaml").write_text(self.loaded.text, encoding="utf-8")
+        wanted = self.trainer.args.max_steps
+        if checkpoint is not None and self._made(checkpoint) >= wanted > 0:
+            self.say(f"finished  {checkpoint.name} has all of max_steps={wanted}: nothing to train")
+            self.trainer.restore(checkpoint)
+            self.progress.close()
+            self.stop.restore()
+            return None
         try:
             self.trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         except ServerUnreachable as error:
@@ -115,6 +122,11 @@ class Run:
             self.stop.restore()
         stopped_elsewhere = signal.SIGTERM if self.trainer._stop_requested else None  # another rank had the signal
         return self.stop.received or stopped_elsewhere
+
+    @staticmethod
+    def _made(checkpoint: Path) -> int:
+        """The steps that a checkpoint has behind it; transformers would make one more, were they all."""
+        return int(TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).global_step)
 
     def close(self) -> None:
         """End what the teacher and the source of completions keep open."""

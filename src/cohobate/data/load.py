@@ -6,6 +6,7 @@ of that name exists on this machine.
 """
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,8 @@ def _read(source: str | Path) -> Any:
             with path.open("rb") as file:
                 if not any(line.strip() for line in file):
                     raise DataError(f"{source}: the file is empty. Check the path, or write rows into it.")
+            if kind == "json":
+                return {"train": datasets.Dataset.from_dict(_columns(_json_rows(path)))}
             return datasets.load_dataset(kind, data_files=str(path))
         if path.is_dir():
             if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
@@ -100,6 +103,40 @@ def _read(source: str | Path) -> Any:
             f"{reason[0] if reason else 'no reason given'}). K{_known()[1:]}; a folder of save_to_disk; or a "
             "hub name, which needs the network once."
         ) from error
+
+
+def _json_rows(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON array, or one a line, with the values that stand there.
+
+    Read here, because the reader of `datasets` makes dates of strings that look like one, and numbers of strings
+    beside numbers: an answer would no longer be what somebody wrote.
+    """
+    text = path.read_text(encoding="utf-8-sig")
+    if text.lstrip().startswith("["):
+        rows = json.loads(text)
+    else:
+        rows = []
+        for number, line in enumerate(text.split("\n"), start=1):
+            try:
+                if line.strip():
+                    rows.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"line {number} is no JSON: {error}") from None
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise ValueError(f"row {number} is {type(row).__name__}, not an object with columns")
+    return rows
+
+
+def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Every column that some row has, in order of appearance."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    for name, values in columns.items():
+        other = next((value for value in values if value is not None and not isinstance(value, str)), None)
+        if other is not None and any(isinstance(value, str) for value in values):
+            raise ValueError(f"the column {name!r} has text in some rows and {other!r} in another; write all as text")
+    return columns
 
 
 def _known() -> str:

@@ -24,6 +24,8 @@ from cohobate.objectives.compared import Artefact, TeacherText, whole_chunks
 from cohobate.objectives.protocol import config_errors
 from cohobate.objectives.teacher_rows import Choice
 
+_COLUMNS = 8192  # what `same_vocab_top_k` is unless it is set
+
 _logger = logging.getLogger(__name__)
 
 
@@ -38,7 +40,7 @@ class TeacherOptions:
     sum_weights_metric: TeacherMetric | None = None  # weights by softmax of alpha times it, in place of `weights`
     alpha: float = 1.0
     normalize_teacher_by_vocab: bool = False  # times log V_i / log of the smallest V
-    same_vocab_top_k: int | None = 8192  # columns that a same-tokenizer teacher is compared on; None: all
+    same_vocab_top_k: int | None = _COLUMNS  # columns that a same-tokenizer teacher is compared on; None: all
     routed: bool = False  # each row is read by one teacher: all terms share one count, see `aggregate.py`
     dynamic_scaling: DynamicScaling = "previous_step"
     kd_weight: float = 1.0  # the fixed weights; their ratio is the scale of "previous_step" before there was a step
@@ -62,6 +64,16 @@ class TeacherOptions:
         if self.same_vocab_top_k is not None and self.same_vocab_top_k < 1:
             raise ConfigError(f"same_vocab_top_k must be at least 1, or None for all, got {self.same_vocab_top_k}.")
         self._check_parts()
+        if self.same_vocab_top_k == 1 and None in self.parts:
+            raise ConfigError(
+                "same_vocab_top_k=1 renormalises both sides over one column, where the divergence is identically zero."
+                " Set it to at least 2, or to None for all columns."
+            )
+        if self.averages and self.same_vocab_top_k not in (None, _COLUMNS):
+            raise ConfigError(
+                f"same_vocab_top_k={self.same_vocab_top_k} has no effect with kd_mode='averaged_logits', which "
+                "compares with the mean of the logits on all columns. Leave it out."
+            )
         _ = self.aggregation  # its own checks
         if self.normalize_teacher_by_vocab and self.student_size is None:
             raise ConfigError(

@@ -89,15 +89,22 @@ class Routing:
                 f"{', '.join(columns)}.{did_you_mean(self.column, columns)}"
             )
         for sample_id, row in rows:
+            value = row.get(self.column)
+            if value is not None and not isinstance(value, RouteValue):
+                raise DataError(
+                    f"row {sample_id!r} has {value!r} ({type(value).__name__}) in the column {self.column!r}, by which"
+                    " rows are routed to teachers; a route is a string, an integer or a truth value."
+                )
             self(row, sample_id)
         there = {(type(value), value) for _, row in rows if isinstance(value := row.get(self.column), RouteValue)}
         absent = [v for values in self.routes for v in values or () if (type(v), v) not in there]
         if rows and absent:
             _log.warning(
-                "Of %d rows none has %s in the column %r: what is routed there is never asked.",
+                "Of %d rows none has %s in the column %r, so what is routed there is never asked; there are %s.",
                 len(rows),
                 " or ".join(map(repr, absent)),
                 self.column,
+                ", ".join(sorted(repr(value) for _, value in there)[:8]) or "none",
             )
 
     def describe(self, teacher: int) -> str:

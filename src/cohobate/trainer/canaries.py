@@ -95,6 +95,16 @@ def alignment_notice(metrics: Mapping[str, float]) -> str | None:
     )
 
 
+def lessons_notice(metrics: Mapping[str, float]) -> str | None:
+    """That nothing was learnt for want of a lesson, or None: the loss of such steps is 0, as if all were well."""
+    if metrics.get("lessons/without_share", 0.0) < 1:
+        return None
+    return (
+        "no completion of the last steps had a lesson: none of its group was successful, so there was nothing to show "
+        "and nothing was learnt. Take easier rows, more num_generations, a lower success_threshold, or set feedback."
+    )
+
+
 def warn_once(said: set[str], message: str | None) -> None:
     """Log a notice the first time it appears; every rank has the same one, and the first logs it."""
     if message is not None and message not in said:

@@ -289,12 +289,22 @@ def check_recorded(teacher: Any, args: DistillationConfig, aligner: Aligner, pad
 
 
 def labels_notice(objective: Objective, args: DistillationConfig, rows: Rows | None) -> str | None:
-    """What to say where a divergence is to be scaled to a cross-entropy that no row of the run has."""
+    """What to say where a cross-entropy that no row of the run has is part of the loss, or a scale of it."""
     scaling = getattr(objective, "dynamic_scaling", "off")
-    if scaling == "off" or getattr(objective, "ce_rows", "all") != "recorded" or rows is None:
+    if getattr(objective, "ce_rows", "all") != "recorded" or rows is None:
         return None
     if args.on_policy_fraction < 1 and any(row.completion_ids is not None for row in rows.rows):
         return None
+    if scaling == "off":
+        weight = getattr(objective, "ce_weight", 0)
+        return (
+            (
+                f"ce_weight={weight} weighs the cross-entropy of recorded completions, but the student writes every "
+                "completion of this run: there is none. Lower on_policy_fraction, or set ce_weight=0."
+            )
+            if weight
+            else None
+        )
     return (
         f"dynamic_scaling={scaling!r} makes the divergence as large as the cross-entropy of recorded completions, but "
         "the student writes every completion of this run: the divergence stays multiplied by kd_weight / ce_weight. "

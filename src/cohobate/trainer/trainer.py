@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.utils import logging
 
 from cohobate.align.rollout import AlignedBatch
@@ -30,7 +30,7 @@ from cohobate.teachers import check_head, dense_pair_scores, pair_scores
 from cohobate.teachers.packing import can_pack, packed_side
 from cohobate.trainer import resolve
 from cohobate.trainer.aligners import aligner_of
-from cohobate.trainer.canaries import FiniteCheck, alignment_notice, teacher_notice, warn_once
+from cohobate.trainer.canaries import FiniteCheck, alignment_notice, lessons_notice, teacher_notice, warn_once
 from cohobate.trainer.card import RunDescription, model_card, write_model_card
 from cohobate.trainer.config import DistillationConfig
 from cohobate.trainer.evaluation import Evaluation, Grader, my_rows
@@ -328,6 +328,7 @@ class DistillationTrainer(Trainer):
             width = self.vocab_size or resolve.head_width(self.accelerator.unwrap_model(self.model))
             warn_once(self._said, teacher_notice(metrics, vocab_size=width))
             warn_once(self._said, alignment_notice(metrics))
+            warn_once(self._said, lessons_notice(metrics))
         super().log(logs, start_time)
 
     def evaluate(
@@ -413,6 +414,13 @@ class DistillationTrainer(Trainer):
         if checkpoint is not None:
             self._held = load_state(Path(checkpoint), teacher=self.teacher, world=current_world())
             self.objective = load_objective(Path(checkpoint), self.objective)
+
+    def restore(self, checkpoint: str | Path) -> None:
+        """Be as at the end of the run whose last checkpoint this is, without training on."""
+        self._load_from_checkpoint(str(checkpoint))
+        self.state = TrainerState.load_from_json(str(Path(checkpoint, "trainer_state.json")))
+        load_state(Path(checkpoint), teacher=self.teacher, world=current_world())
+        self.objective = load_objective(Path(checkpoint), self.objective)
 
     def save_unfinished(self) -> Path | None:
         """A checkpoint of the last whole step, for a run that an error has ended within the next; where it is.
