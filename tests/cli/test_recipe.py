@@ -258,6 +258,7 @@ def test_an_entry_of_a_list_is_changed_by_its_number_and_the_next_one_is_added()
             ["teachers.0.aligner.teacher_to_student=b.safetensors"],
             "teachers[0].aligner.teacher_to_student is the second of two files",
         ),
+        (["teachers.0.path=a", "teachers.0.aligner=null"], "teachers[0] in a store needs an aligner"),
         (["teachers.0.path=a", "teachers.0.teacher_model_server_url=b"], "teachers[0] has a path and a teacher_model"),
         (
             ["teachers.0.teacher_model_server_url=b", "teachers.0.top_k=null"],

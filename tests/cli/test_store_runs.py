@@ -118,7 +118,7 @@ def test_a_teacher_without_aligner_refuses_scores_of_its_own_tokens(
     assert cohobate(*own).code == 0
     words = ["store own holds scores of the teacher's own tokens", "no aligner"]
     entry = ["teachers.0.aligner=null", f"teachers.0.model={big}", "teachers.0.path=own"]
-    refused(cohobate("train", *CSD, *entry, f"data.train={data}"), 2, "teachers.0 (big)", *words)
+    refused(cohobate("train", *CSD, *entry, f"data.train={data}"), 2, "teachers[0] in a store needs an aligner")
     run = ["train", *STORED, "teacher.path=own", f"teacher.tokenizer={big}", f"data.train={data}"]
     stopped = cohobate(*run)
     refused(stopped, 2, *words, "--recipe stored")

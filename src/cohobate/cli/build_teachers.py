@@ -143,15 +143,13 @@ def _entry(
             raise VocabularyMismatch(
                 f"it has no aligner, so its tokenizer must be the student's. {problem}"
             ) from problem
-        if entry.path is None:
-            model = load_model(entry.model, **load_arguments(entry))
-            return LocalTeacher(model, vocab_size=shared.size, device=device), None
-    part = None if entry.aligner is None else _relation(entry.aligner, tokenizer, own)
+        model = load_model(entry.model, **load_arguments(entry))
+        return LocalTeacher(model, vocab_size=shared.size, device=device), None
+    part = _relation(entry.aligner, tokenizer, own)
     if entry.path is None:
         return _with_own_tokenizer(entry, own, temperature, device), part
-    reads, read = ("student", tokenizer) if entry.aligner is None else ("teacher", own)
-    stored = StoredTeacher(entry.path, read, top_k=entry.top_k, temperature=temperature, reads=reads, run=run)
-    named = {} if entry.aligner is None else entry.aligner.special_roles
+    stored = StoredTeacher(entry.path, own, top_k=entry.top_k, temperature=temperature, reads="teacher", run=run)
+    named = entry.aligner.special_roles
     if dict(stored.store.header.special_roles or {}) != named:
         raise ConfigError(
             f"aligner.special_roles is {named}, but the store {entry.path} was made with "

@@ -145,7 +145,13 @@ class TeacherEntry(Reached):
             self._check_plain(i)
         if self.aligner is not None:
             self.aligner.check(method, f"teachers[{i}].aligner")
-        elif self.path is None and (self.top_k is not None or self.max_length is not None):
+        elif self.path is not None:
+            raise ValueError(
+                f"teachers[{i}] in a store needs an aligner: without one it is compared on whole rows, which a store "
+                f"does not have. Write teachers.{i}.aligner.subtokens=auto, or give it as the one teacher of "
+                "objective.kind=divergence (teacher.kind=stored)."
+            )
+        elif self.top_k is not None or self.max_length is not None:
             raise ValueError(
                 f"teachers[{i}] without an aligner reads the student's own tokens, whole rows: leave top_k and "
                 "max_length out, or name its aligner."
